@@ -1,0 +1,97 @@
+"""take: the small part of a parameter that this step uses. put, its adjoint, is what autograd runs backwards.
+
+All slicing in the library goes through :func:`take` (and :func:`store_` for running statistics). One question, which
+implementation, is answered here:
+
+- eager on the CPU: views (``cpu``);
+- a vector in a compiled graph: index arithmetic that the compiler fuses (``reference``);
+- everything else: the registered op (``library``), which on CUDA is one Triton kernel (``kernels``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from . import cpu, library, reference
+
+if TYPE_CHECKING:
+    from ..slices import Axis
+
+__all__ = ["library", "store_", "take"]
+
+
+def take(
+    full: Tensor,
+    rows: Axis | None = None,
+    cols: Axis | None = None,
+    *,
+    scale_rows: bool = False,
+    scale_cols: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The part of ``full`` that the slices ``rows`` (dimension 0) and ``cols`` (dimension 1) keep now.
+
+    Args:
+        full: a parameter or buffer of 1 to 5 dimensions.
+        rows, cols: how a slice lies along the dimension; ``None`` leaves it whole.
+        scale_rows, scale_cols: multiply each unit by its slice's normalisation.
+        dtype: of the result; the gradient comes back in the dtype of ``full``.
+    """
+    if rows is None and cols is None:
+        return full if dtype is None else full.to(dtype)
+    compiling = torch.compiler.is_compiling()
+    if full.device.type == "cpu" and not compiling:
+        return _take_view(full, rows, cols, scale_rows, scale_cols, dtype)
+    args = (
+        None if rows is None else rows.slice.start,
+        None if cols is None else cols.slice.start,
+        [] if rows is None else rows.geometry,
+        [] if cols is None else cols.geometry,
+        rows.slice.scale if rows is not None and scale_rows else None,
+        cols.slice.scale if cols is not None and scale_cols else None,
+    )
+    if full.dim() == 1 and compiling:
+        return _TakeVector.apply(full, args[0], args[2], args[4], dtype)
+    return torch.ops.sliceout.take(full, *args, dtype)
+
+
+def store_(full: Tensor, small: Tensor, rows: Axis) -> None:
+    """Write ``small`` over the kept entries of the vector ``full``, which gets no gradient."""
+    if torch.compiler.is_compiling():
+        full.copy_(reference.store(full, small, rows.slice.start, rows.geometry))
+    elif full.device.type == "cpu":
+        if small.untyped_storage().data_ptr() != full.untyped_storage().data_ptr():  # a view has written through
+            cpu.put_(full, small, (rows.slice.start_on_host, rows.geometry))
+    else:
+        torch.ops.sliceout.store_(full, small, rows.slice.start, rows.geometry)
+
+
+def _take_view(
+    full: Tensor, rows: Axis | None, cols: Axis | None, scale_rows: bool, scale_cols: bool, dtype: torch.dtype | None
+) -> Tensor:
+    cuts = [cpu.WHOLE if a is None else (a.slice.start_on_host, a.geometry) for a in (rows, cols)]
+    small = cpu.Take.apply(full, *cuts)
+    for dim, axis, wanted in ((0, rows, scale_rows), (1, cols, scale_cols)):
+        if wanted and axis is not None and axis.slice.scale is not None:
+            scale = axis.slice.scale[axis.slice.kept].to(full.dtype).repeat_interleave(axis.inner).repeat(axis.blocks)
+            small = small * reference.along(scale, dim, full.dim())
+    return small if dtype is None else small.to(dtype)
+
+
+class _TakeVector(torch.autograd.Function):
+    """The reference with its gather-only backward; autograd's own would scatter with atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, start: Tensor, rows: list[int], scale: Tensor | None, dtype: Any) -> Tensor:
+        ctx.rows, ctx.dtype, ctx.scale = rows, full.dtype, scale
+        ctx.save_for_backward(start)
+        return reference.take(full, start, None, rows, [], scale, None, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (start,) = ctx.saved_tensors
+        full = reference.put(grad, start, None, ctx.rows, [], ctx.scale, None, ctx.dtype)
+        return full, None, None, None, None

@@ -1,0 +1,131 @@
+"""take and put on the CPU, where the start is a Python int: a view if the slice is one run of memory, else a copy.
+
+Along one dimension a slice is one run of entries in every block, or two if it wraps around the end. Over two
+dimensions the runs make rectangles, so everything here is ``narrow`` and ``copy_``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Cut = tuple[int, list[int]]
+"""A start and ``[size, width, blocks, inner]`` (see ``Axis``); an empty list leaves the dimension whole."""
+
+WHOLE: Cut = (0, [])
+
+
+class Take(torch.autograd.Function):
+    """:func:`take` whose backward writes the gradient into place once, whichever dimensions are sliced."""
+
+    @staticmethod
+    def forward(full: Tensor, row: Cut, col: Cut) -> Tensor:
+        return take(full, row, col)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Cut, Cut], output: Tensor) -> None:
+        full, ctx.row, ctx.col = inputs
+        ctx.full = torch.empty_like(full, device="meta")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return Put.apply(grad, ctx.full, ctx.row, ctx.col), None, None
+
+
+class Put(torch.autograd.Function):
+    """The adjoint of :class:`Take`, and the other way round, so that second derivatives work."""
+
+    @staticmethod
+    def forward(small: Tensor, like: Tensor, row: Cut, col: Cut) -> Tensor:
+        full = torch.zeros_like(like, device=small.device, dtype=small.dtype)
+        return put_(full, small, row, col)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Cut, Cut], output: Tensor) -> None:
+        _, _, ctx.row, ctx.col = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return Take.apply(grad, ctx.row, ctx.col), None, None, None
+
+
+def take(full: Tensor, row: Cut, col: Cut) -> Tensor:
+    """The kept part of ``full``, sharing its memory if it is one rectangle of it."""
+    if len(runs(*row)) == len(runs(*col)) == 1 and _blocks(row) == _blocks(col) == 1:
+        view = full
+        for dim, cut in enumerate((row, col)):
+            if cut[1]:
+                ((offset, _, length),) = runs(*cut)
+                view = view.narrow(dim, offset, length)
+        return view
+    return take_copy(full, row, col)
+
+
+def take_copy(full: Tensor, row: Cut, col: Cut) -> Tensor:
+    """:func:`take` into memory of its own."""
+    small = empty_small(full, row[1], col[1])
+    for source, target in _rectangles(full, small, row, col):
+        target.copy_(source)
+    return small
+
+
+def put_(full: Tensor, small: Tensor, row: Cut, col: Cut = WHOLE) -> Tensor:
+    """Write ``small`` into its place in ``full``."""
+    for target, source in _rectangles(full, small, row, col):
+        target.copy_(source)
+    return full
+
+
+def runs(start: int, geometry: list[int]) -> list[tuple[int, int, int]]:
+    """``(offset in the full block, offset in the small block, length)`` of each contiguous run, in entries."""
+    if not geometry:
+        return [(0, 0, 0)]
+    size, width, _, inner = geometry
+    first = min(width, size - start)
+    head = (start * inner, 0, first * inner)
+    return [head] if first == width else [head, (0, first * inner, (width - first) * inner)]
+
+
+def small_shape(shape: torch.Size, rows: list[int], cols: list[int]) -> list[int]:
+    """The shape of what ``take`` makes of a tensor of this ``shape``."""
+    out = list(shape)
+    for dim, geometry in enumerate((rows, cols)):
+        if geometry:
+            _, width, blocks, inner = geometry
+            out[dim] = width * blocks * inner
+    return out
+
+
+def empty_small(full: Tensor, rows: list[int], cols: list[int], dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for what ``take`` makes of ``full``, in the memory format of ``full``."""
+    shape = small_shape(full.shape, rows, cols)
+    return torch.empty(shape, dtype=dtype or full.dtype, device=full.device, memory_format=memory_format(full))
+
+
+def memory_format(t: Tensor) -> torch.memory_format:
+    """The format whose strides ``t`` has; ``is_contiguous`` cannot tell them apart for 1x1 and depthwise kernels."""
+    if t.dim() in (4, 5) and t.stride(1) == 1 and t.stride(-1) == t.shape[1]:
+        return torch.channels_last if t.dim() == 4 else torch.channels_last_3d
+    return torch.contiguous_format
+
+
+def _blocks(cut: Cut) -> int:
+    return cut[1][2] if cut[1] else 1
+
+
+def _rectangles(full: Tensor, small: Tensor, row: Cut, col: Cut) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views of ``full`` and of ``small`` that hold the same entries."""
+    for dim, cut in ((1, col), (0, row)):  # dimension 1 first: unflattening it leaves dimension 0 where it is
+        if cut[1]:
+            full, small = (t.unflatten(dim, (cut[1][2], -1)) for t in (full, small))
+    row_dim, col_dim = 1, (3 if row[1] else 2)
+    for row_run in runs(*row):
+        for col_run in runs(*col):
+            a, b = full, small
+            for dim, cut, (at, to, length) in ((row_dim, row, row_run), (col_dim, col, col_run)):
+                if cut[1]:
+                    a, b = a.narrow(dim, at, length), b.narrow(dim, to, length)
+            yield a, b

@@ -1,0 +1,125 @@
+"""``sliceout::take`` and friends: the registered ops that compiled and captured steps call.
+
+========================  =============================================================================
+``take(full) -> small``   the kept rows and columns, scaled, in the wanted dtype
+``put(small) -> full``    its adjoint: zeros where nothing is kept (without the zero-fill pass)
+``store_(full!, small)``  writes the kept entries of a vector in place (batch-norm statistics)
+========================  =============================================================================
+
+Starts are tensors: no op ever looks at their value on the host, except the CPU kernels, where that costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import cpu, reference
+
+_library = torch.library.Library("sliceout", "DEF")
+_SLICE = "Tensor? row_start, Tensor? col_start, int[] rows, int[] cols, Tensor? row_scale, Tensor? col_scale"
+_library.define(f"take(Tensor full, {_SLICE}, ScalarType? dtype) -> Tensor")
+_library.define(f"put(Tensor small, {_SLICE}, SymInt[] shape, SymInt[] stride, ScalarType dtype) -> Tensor")
+_library.define("store_(Tensor(a!) full, Tensor small, Tensor start, int[] rows) -> ()")
+
+
+def _cut(start: Tensor | None, geometry: list[int]) -> cpu.Cut:
+    return cpu.WHOLE if start is None else (int(start), geometry)
+
+
+def _take_cpu(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype):  # type: ignore[no-untyped-def]
+    small = cpu.take_copy(full, _cut(row_start, rows), _cut(col_start, cols))  # an op must not return its input's memory
+    return _scaled(small, row_start, col_start, rows, cols, row_scale, col_scale).to(dtype or full.dtype)
+
+
+def _put_cpu(small, row_start, col_start, rows, cols, row_scale, col_scale, shape, stride, dtype):  # type: ignore[no-untyped-def]
+    full = torch.empty_strided(shape, stride, dtype=dtype).zero_()
+    small = _scaled(small.to(dtype), row_start, col_start, rows, cols, row_scale, col_scale)
+    return cpu.put_(full, small, _cut(row_start, rows), _cut(col_start, cols))
+
+
+def _store_cpu(full: Tensor, small: Tensor, start: Tensor, rows: list[int]) -> None:
+    cpu.put_(full, small, _cut(start, rows))
+
+
+def _scaled(small, row_start, col_start, rows, cols, row_scale, col_scale):  # type: ignore[no-untyped-def]
+    for dim, start, geometry, scale in ((0, row_start, rows, row_scale), (1, col_start, cols, col_scale)):
+        if scale is not None:
+            unit = reference.sources(start, geometry)[1]
+            small = small * reference.along(scale.to(small.dtype)[unit], dim, small.dim())
+    return small
+
+
+def _take_cuda(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype):  # type: ignore[no-untyped-def]
+    from . import kernels
+
+    return kernels.take(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype)
+
+
+def _put_cuda(small, row_start, col_start, rows, cols, row_scale, col_scale, shape, stride, dtype):  # type: ignore[no-untyped-def]
+    from . import kernels
+
+    full = torch.empty_strided(shape, stride, dtype=dtype, device=small.device)
+    return kernels.put(small, full, row_start, col_start, rows, cols, row_scale, col_scale)
+
+
+def _store_cuda(full: Tensor, small: Tensor, start: Tensor, rows: list[int]) -> None:
+    from . import kernels
+
+    kernels.store_(full, small, start, rows)
+
+
+_library.impl("take", _take_cpu, "CPU")
+_library.impl("take", _take_cuda, "CUDA")
+_library.impl("put", _put_cpu, "CPU")
+_library.impl("put", _put_cuda, "CUDA")
+_library.impl("store_", _store_cpu, "CPU")
+_library.impl("store_", _store_cuda, "CUDA")
+
+
+@torch.library.register_fake("sliceout::take", lib=_library)
+def _take_fake(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype):  # type: ignore[no-untyped-def]
+    return cpu.empty_small(full, rows, cols, dtype)
+
+
+@torch.library.register_fake("sliceout::put", lib=_library)
+def _put_fake(small, row_start, col_start, rows, cols, row_scale, col_scale, shape, stride, dtype):  # type: ignore[no-untyped-def]
+    return torch.empty_strided(shape, stride, dtype=dtype, device=small.device)
+
+
+@torch.library.register_fake("sliceout::store_", lib=_library)
+def _store_fake(full: Tensor, small: Tensor, start: Tensor, rows: list[int]) -> None:
+    return None
+
+
+def _take_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    full, row_start, col_start, ctx.rows, ctx.cols, row_scale, col_scale, _ = inputs
+    ctx.shape, ctx.stride, ctx.dtype = full.shape, full.stride(), full.dtype
+    # Saved, not kept: a draw between forward and backward then raises instead of misplacing the gradient.
+    ctx.save_for_backward(row_start, col_start, row_scale, col_scale)
+
+
+def _take_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    row_start, col_start, row_scale, col_scale = ctx.saved_tensors
+    full = torch.ops.sliceout.put(
+        grad, row_start, col_start, ctx.rows, ctx.cols, row_scale, col_scale, ctx.shape, ctx.stride, ctx.dtype
+    )
+    return full, None, None, None, None, None, None, None
+
+
+def _put_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    small, row_start, col_start, ctx.rows, ctx.cols, row_scale, col_scale, *_ = inputs
+    ctx.dtype = small.dtype
+    ctx.save_for_backward(row_start, col_start, row_scale, col_scale)
+
+
+def _put_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    row_start, col_start, row_scale, col_scale = ctx.saved_tensors
+    small = torch.ops.sliceout.take(grad, row_start, col_start, ctx.rows, ctx.cols, row_scale, col_scale, ctx.dtype)
+    return small, None, None, None, None, None, None, None, None, None
+
+
+torch.library.register_autograd("sliceout::take", _take_backward, setup_context=_take_context, lib=_library)
+torch.library.register_autograd("sliceout::put", _put_backward, setup_context=_put_context, lib=_library)

@@ -1,0 +1,83 @@
+"""take and put as index arithmetic in plain torch: the definition, on any device.
+
+The other implementations are tested against this one. Compiled graphs use it as it stands for 1-D tensors, where
+Inductor melts it into the kernels around it.
+
+``rows`` and ``cols`` describe dimensions 0 and 1 as ``[size, width, blocks, inner]`` (see ``Axis``); an empty list
+leaves the dimension whole. ``put`` gathers instead of scattering: each full entry looks up where it would lie in the
+small tensor. So nothing is zero-filled first, no two writes meet, and both directions fuse.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def sources(start: Tensor, geometry: list[int]) -> tuple[Tensor, Tensor]:
+    """For each entry of the small dimension: its index in the full dimension, and its unit in the slice."""
+    size, width, blocks, inner = geometry
+    i = torch.arange(blocks * width * inner, device=start.device)
+    unit = (start + i // inner % width) % size
+    return (i // (width * inner) * size + unit) * inner + i % inner, unit
+
+
+def targets(start: Tensor, geometry: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """For each entry of the full dimension: its index in the small one, whether it is kept, and its unit."""
+    size, width, blocks, inner = geometry
+    i = torch.arange(blocks * size * inner, device=start.device)
+    unit = i // inner % size
+    offset = (unit - start) % size
+    kept = offset < width
+    return (i // (size * inner) * width + offset.clamp_max(width - 1)) * inner + i % inner, kept, unit
+
+
+def take(
+    full: Tensor,
+    row_start: Tensor | None,
+    col_start: Tensor | None,
+    rows: list[int],
+    cols: list[int],
+    row_scale: Tensor | None,
+    col_scale: Tensor | None,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    out = full
+    for dim, start, geometry, scale in ((0, row_start, rows, row_scale), (1, col_start, cols, col_scale)):
+        if start is not None:
+            index, unit = sources(start, geometry)
+            out = out.index_select(dim, index)
+            if scale is not None:
+                out = out * along(scale.to(out.dtype)[unit], dim, out.dim())
+    return out.to(dtype or full.dtype)
+
+
+def put(
+    small: Tensor,
+    row_start: Tensor | None,
+    col_start: Tensor | None,
+    rows: list[int],
+    cols: list[int],
+    row_scale: Tensor | None,
+    col_scale: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    out = small.to(dtype)
+    for dim, start, geometry, scale in ((1, col_start, cols, col_scale), (0, row_start, rows, row_scale)):
+        if start is not None:
+            index, kept, unit = targets(start, geometry)
+            out = out.index_select(dim, index)
+            if scale is not None:
+                out = out * along(scale.to(dtype)[unit], dim, out.dim())
+            out = torch.where(along(kept, dim, out.dim()), out, out.new_zeros(()))
+    return out
+
+
+def store(full: Tensor, small: Tensor, start: Tensor, geometry: list[int]) -> Tensor:
+    """``full`` with its kept entries (dimension 0) replaced by ``small``."""
+    index, kept, _ = targets(start, geometry)
+    return torch.where(along(kept, 0, full.dim()), small.to(full.dtype).index_select(0, index), full)
+
+
+def along(vector: Tensor, dim: int, ndim: int) -> Tensor:
+    return vector.view(*(-1 if d == dim else 1 for d in range(ndim)))
