@@ -16,6 +16,8 @@ arrives: full input, full layer. So ``eval()`` runs the plain code of the plain 
 
 from __future__ import annotations
 
+import copy
+import itertools
 from typing import Any
 
 import torch
@@ -51,6 +53,10 @@ class Sliced:
     _plain: type[nn.Module]
     """The class this one adds slices to; :func:`plain_` goes back to it."""
 
+    roles: tuple[str, ...] = ("unit",)
+    """The axes this layer has; see ``axes``."""
+
+    training: bool
     axes: dict[str, Axis]
     """The slices by role: ``in`` and ``out``, or ``unit`` for a layer that treats each unit by itself."""
 
@@ -68,12 +74,14 @@ class Sliced:
         return module
 
     def _place(self) -> None:
-        device = next(t.device for t in (*self._parameters.values(), *self._buffers.values()) if t is not None)  # type: ignore[attr-defined]
-        for s in self.slices:
-            s.to(device)
+        """Keep the slices where the parameters are; a norm without any leaves that to its neighbours."""
+        for t in itertools.chain(self.parameters(), self.buffers()):  # type: ignore[attr-defined]
+            for s in self.slices:
+                s.to(t.device)
+            return
 
     def train(self, mode: bool = True) -> Any:
-        if self.training and not mode and "out" in self.axes and not self.axes["out"].slice.family.drawn:  # type: ignore[has-type]
+        if self.training and not mode and "out" in self.axes and not self.axes["out"].slice.family.drawn:
             draws.notice(self.axes["out"].slice.family, self.weight)  # type: ignore[attr-defined]
         return super().train(mode)  # type: ignore[misc]
 
@@ -82,10 +90,15 @@ class Sliced:
         draws.watch(self)  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        made = type(self)
-        if made.__module__ == __name__:
-            return super().__reduce_ex__(protocol)
-        return _rebuild, (made._plain,), self.__dict__  # a class made on the fly cannot be pickled by name
+        plain = type(self)._plain
+        if _made.get(plain) is type(self):  # a class made on the fly cannot be pickled by name
+            return _rebuild, (plain,), self.__getstate__()
+        return super().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self)] = type(self).__new__(type(self))  # as parametrized layers do it, which refuse to pickle
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
@@ -100,7 +113,7 @@ class Sliced:
                 draws.seek(self.axes[role].slice, position)
 
     def extra_repr(self) -> str:
-        axes = ", ".join(f"{role if role == 'unit' else role + '_slice'}={a}" for role, a in self.axes.items())
+        axes = ", ".join(f"{_argument(role)}={a}" for role, a in self.axes.items())
         plain = super().extra_repr()  # type: ignore[misc]
         return f"{plain}, {axes}" if plain else axes
 
@@ -121,19 +134,20 @@ class Sliced:
         return axis
 
 
-# -- layers that mix units: weights with rows and columns ----------------------------------------------------------------
+# -- layers that mix units: weights with rows and columns --------------------------------------------------------------
 
 
 class _Mixing(Sliced):
     """A weight whose one dimension is the ``out`` axis and whose other is the ``in`` axis."""
 
+    roles = ("in", "out")
     transposed = False
     weight: Tensor
-    bias: Tensor | None
+    bias: Any
 
     def _small(self, out: Axis | None, into: Axis | None, like: Tensor) -> tuple[Tensor, Tensor | None]:
         """The kept part of weight and bias, normalisation included, in the dtype the product will run in."""
-        dtype = _autocast_dtype(like)
+        dtype = None if self.weight.dtype == torch.float64 else _autocast_dtype(like)  # autocast leaves float64 alone
         scale_out = out is not None and out.slice.fold == "producer"
         scale_in = into is not None and into.slice.fold == "consumer"
         if self.transposed:
@@ -195,7 +209,7 @@ class Conv1D(_Mixing, nn.Module):
         if x.device.type == "cpu" and not torch.compiler.is_compiling() and (out or into):
             return _linear_by_views(x, self.weight, self.bias, out, into, self.transposed)
         weight, bias = self._small(out, into, x)
-        y = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)  # as in transformers, bit for bit
+        y = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)  # type: ignore[arg-type]  # as in transformers
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -205,7 +219,6 @@ class _Conv(_Mixing):
     in_channels: int
     out_channels: int
     groups: int
-    training: bool
 
     def bind(self, axes: dict[str, Axis]) -> None:
         _check_size(self, axes.get("in"), self.in_channels, "in_channels")
@@ -220,12 +233,12 @@ class _Conv(_Mixing):
                 )
 
     def forward(self, x: Tensor) -> Tensor:
-        into, groups = self._arrived("in", x.shape[1]), self.groups
+        into, groups = self._arrived("in", x.shape[1 - self.weight.dim()]), self.groups  # there may be no batch
         if groups > 1 and _whole_groups(self.axes, groups):
             if into is None:
                 return super().forward(x)  # type: ignore[misc]
-            out, into, groups = self.axes["out"], None, into.blocks * into.slice.width
-            weight, bias = take(self.weight, out), None if self.bias is None else take(self.bias, out)
+            whole, groups = self.axes["out"], into.blocks * into.slice.width
+            weight, bias = take(self.weight, whole), None if self.bias is None else take(self.bias, whole)
         else:
             out = self._started()
             if out is None and into is None:
@@ -288,11 +301,16 @@ class Conv3d(_Conv, nn.Conv3d):
         _attach(self, {"in": in_slice, "out": out_slice})
 
 
-# -- layers that treat every unit by itself ------------------------------------------------------------------------------
+# -- layers that treat every unit by itself ----------------------------------------------------------------------------
 
 
 class _BatchNorm(Sliced):
     """Batch norm over the kept channels; the running statistics of the others stay as they are."""
+
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+    momentum: float | None
 
     def bind(self, axes: dict[str, Axis]) -> None:
         _check_size(self, axes.get("unit"), self.num_features, "num_features")  # type: ignore[attr-defined]
@@ -302,22 +320,21 @@ class _BatchNorm(Sliced):
         if axis is None:
             return super().forward(x)  # type: ignore[misc]
         self._check_input_dim(x)  # type: ignore[attr-defined]
-        mean, var, momentum = self.running_mean, self.running_var, self.momentum  # type: ignore[has-type]
-        track = self.training and mean is not None  # type: ignore[attr-defined]
-        if track:
+        mean, var, momentum = self.running_mean, self.running_var, self.momentum
+        if self.training and self.num_batches_tracked is not None:
             if momentum is None:
                 raise ValueError(
                     "momentum=None (a cumulative average) needs every channel in every batch: "
                     "call sliceout.off_(model) before you re-estimate batch-norm statistics"
                 )
-            self.num_batches_tracked.add_(1)  # type: ignore[attr-defined, operator]
-        if mean is not None:
+            self.num_batches_tracked.add_(1)
+        if mean is not None and var is not None:
             mean, var = take(mean, axis), take(var, axis)
         weight, bias = (None if p is None else take(p, axis) for p in (self.weight, self.bias))  # type: ignore[attr-defined]
         y = F.batch_norm(x, mean, var, weight, bias, self.training or mean is None, momentum or 0.0, self.eps)  # type: ignore[attr-defined]
-        if track:
-            store_(self.running_mean, mean, axis)  # type: ignore[has-type]
-            store_(self.running_var, var, axis)  # type: ignore[has-type]
+        for full, small in ((self.running_mean, mean), (self.running_var, var)):
+            if self.training and full is not None and small is not None:
+                store_(full, small, axis)
         return y
 
 
@@ -455,12 +472,12 @@ class LayerScale(Sliced, nn.Module):
         return x.mul_(gamma) if self.inplace else x * gamma
 
 
-# -- from plain to sliced and back ---------------------------------------------------------------------------------------
+# -- from plain to sliced and back -------------------------------------------------------------------------------------
 
 _SLICED = (
     Linear, Conv1d, Conv2d, Conv3d, BatchNorm1d, BatchNorm2d, BatchNorm3d, GroupNorm, LayerNorm, RMSNorm, PReLU,
 )  # fmt: skip
-_DUCKS = {"Conv1D": Conv1D, "LayerScale": LayerScale}  # transformers' and timm's, known by name: the core needs neither
+_DUCKS = {("transformers", "Conv1D"): Conv1D, ("timm", "LayerScale"): LayerScale}  # by name: the core needs neither
 
 
 def sliced_class(plain: type[nn.Module]) -> type[nn.Module] | None:
@@ -470,6 +487,8 @@ def sliced_class(plain: type[nn.Module]) -> type[nn.Module] | None:
     """
     if plain in _made:
         return _made[plain]
+    if issubclass(plain, Sliced):
+        return None
     for sliced in _SLICED:
         base: Any = sliced._plain
         if plain is base:
@@ -478,11 +497,11 @@ def sliced_class(plain: type[nn.Module]) -> type[nn.Module] | None:
             getattr(plain, f, None) is getattr(base, f, None) for f in ("forward", "_conv_forward")
         ):
             return _make(plain, sliced)
-    duck = _DUCKS.get(plain.__name__)
-    return _make(plain, duck) if duck is not None and not issubclass(plain, Sliced) else None
+    duck = _DUCKS.get((plain.__module__.partition(".")[0], plain.__name__))
+    return _make(plain, duck) if duck is not None else None
 
 
-_made: dict[type[nn.Module], type[nn.Module]] = {}
+_made: dict[type[nn.Module], Any] = {}
 
 
 def _make(plain: type[nn.Module], sliced: Any) -> type[nn.Module]:
@@ -496,9 +515,7 @@ def _rebuild(plain: type[nn.Module]) -> nn.Module:
     return made.__new__(made)
 
 
-def slice_(
-    module: nn.Module, *, in_slice: Any = None, out_slice: Any = None, slice: Any = None
-) -> nn.Module:
+def slice_(module: nn.Module, *, in_slice: Any = None, out_slice: Any = None, slice: Any = None) -> nn.Module:
     """Give a plain layer slices, in place: the same object, parameters and keys under a sliced class.
 
     Args:
@@ -506,13 +523,19 @@ def slice_(
         in_slice, out_slice: a :class:`Slice` or :class:`Axis`, for layers that mix units (linear, convolution).
         slice: the same for layers that treat each unit by itself (norms, PReLU, layer scale).
     """
-    made = sliced_class(type(module))
+    name = type(module).__name__
     if isinstance(module, Sliced):
-        raise ValueError(f"{type(module).__name__} is sliced already: call plain_ on it first")
+        raise ValueError(f"{name} is sliced already: call plain_ on it first")
+    made: Any = sliced_class(type(module))
     if made is None:
-        raise TypeError(f"{type(module).__name__} has no sliced form")
+        raise TypeError(
+            f"{name} has no sliced form: there is one for {', '.join(n for n in __all__ if n[0].isupper())}"
+        )
     axes = _axes({"in": in_slice, "out": out_slice, "unit": slice})
-    made.bind(module, axes)  # type: ignore[attr-defined]
+    if not axes or not axes.keys() <= set(made.roles):
+        given = ", ".join(_argument(role) for role in axes) or "no slice"
+        raise TypeError(f"{name} was given {given}: it takes {' and '.join(_argument(r) for r in made.roles)}")
+    made.bind(module, axes)
     module.__class__ = made
     _attach(module, axes, checked=True)
     return module
@@ -522,15 +545,23 @@ def plain_(module: nn.Module) -> nn.Module:
     """Undo :func:`slice_`: the original class again, in place."""
     if not isinstance(module, Sliced):
         raise TypeError(f"{type(module).__name__} is not sliced")
-    if type(module)._plain is nn.Module:
-        raise TypeError(f"{type(module).__name__} was made sliced and has no plain form")
+    plain: Any = type(module)._plain
+    if sliced_class(plain) is not type(module):
+        raise TypeError(f"{type(module).__name__} was made sliced and has no plain form to return to")
     draws.unwatch(module)
     del module.axes
-    module.__class__ = type(module)._plain
+    module.__class__ = plain
     return module
 
 
+def _argument(role: str) -> str:
+    return "slice" if role == "unit" else f"{role}_slice"
+
+
 def _axes(given: dict[str, Any]) -> dict[str, Axis]:
+    for role, s in given.items():
+        if not isinstance(s, Slice | Axis | None):
+            raise TypeError(f"{_argument(role)}={s!r}: expected a Slice, or an Axis from Slice.axis")
     return {role: s.axis() if isinstance(s, Slice) else s for role, s in given.items() if s is not None}
 
 

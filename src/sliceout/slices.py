@@ -11,6 +11,7 @@ Python int, which eager CPU code uses to make views. ``draw`` writes both; a for
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -59,13 +60,13 @@ class Slice:
         _one_of("sampling", sampling, SAMPLINGS)
         _one_of("norm", norm, NORMS)
         _one_of("fold", fold, FOLDS)
-        self.size = size
-        self.rate = rate
-        self.width, self.align = width_of(size, rate, align)
+        self.size = _whole("size", size)
+        self.rate = _number("rate", rate)
+        self.width, self.align = width_of(self.size, self.rate, align)
         self.sampling = sampling
         self.norm = norm
         self.fold = fold
-        self.seed = seed
+        self.seed = _whole("seed", seed)
         self.stream = 0
         self.on = True
         self.gain, self.scale = self._scale()
@@ -162,6 +163,11 @@ class Axis:
     blocks: int = 1
     inner: int = 1
 
+    def __post_init__(self) -> None:
+        for name in ("blocks", "inner"):
+            if _whole(name, getattr(self, name)) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
+
     @property
     def size(self) -> int:
         return self.blocks * self.slice.size * self.inner
@@ -248,6 +254,7 @@ def width_of(size: int, rate: float, align: int | None) -> tuple[int, int]:
         raise ValueError(f"rate={rate}: expected 0 <= rate < 1")
     if align is None:
         align = math.gcd(size, 8) if size >= 64 else 1
+    align = _whole("align", align)
     if align < 1:
         raise ValueError(f"align={align}: expected a positive whole number")
     if rate == 0:
@@ -280,7 +287,7 @@ def _mix(x: Tensor) -> Tensor:
 
 def table(slices: list[Slice]) -> Tensor:
     """What the draw needs to know of each slice: int64 ``[n, 5]``, rows of ``(seed, stream, *Slice.rule)``."""
-    return torch.tensor([(s.seed, s.stream, *s.rule) for s in slices], dtype=torch.int64)
+    return torch.tensor([(s.seed & _M32, s.stream, *s.rule) for s in slices], dtype=torch.int64)
 
 
 def starts_at(step: int | Tensor, table: Tensor) -> Tensor:
@@ -289,7 +296,7 @@ def starts_at(step: int | Tensor, table: Tensor) -> Tensor:
     ``step`` is a number, or an int64 tensor on the table's device where the draw itself is part of a captured graph.
     """
     seed, stream, count, stride, last = table.unbind(1)
-    bits = _mix((_mix((_mix(seed & _M32) + step) & _M32) + stream * 0x9E3779B9) & _M32)
+    bits = _mix((_mix((_mix(seed) + step) & _M32) + stream * 0x9E3779B9) & _M32)
     return torch.minimum(((bits * count) >> 32) * stride, last)
 
 
@@ -306,6 +313,22 @@ def draw(slices: list[Slice], step: int, table: Tensor) -> None:
         values = starts if len(on_device) == 1 else starts[members]
         values = values.to(device, non_blocking=True)  # pageable memory is staged at once: no synchronisation
         torch._foreach_copy_([slices[i].start for i in members], list(values.split(1)))
+
+
+# -- checking what was passed ------------------------------------------------------------------------------------------
+
+
+def _whole(name: str, value: Any) -> int:
+    """``value`` as an int, numpy's and the like included."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}={value!r}: expected a whole number")
+    return operator.index(value)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name}={value!r}: expected a number")
+    return float(value)
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -76,9 +76,9 @@ def _take_view(
     small = cpu.Take.apply(full, *cuts)
     for dim, axis, wanted in ((0, rows, scale_rows), (1, cols, scale_cols)):
         if wanted and axis is not None and axis.slice.scale is not None:
-            scale = axis.slice.scale[axis.slice.kept].to(full.dtype).repeat_interleave(axis.inner).repeat(axis.blocks)
-            small = small * reference.along(scale, dim, full.dim())
-    return small if dtype is None else small.to(dtype)
+            unit = axis.slice.kept.repeat_interleave(axis.inner).repeat(axis.blocks)
+            small = reference.scaled(small, axis.slice.scale, unit, dim)
+    return small.to(dtype or full.dtype)
 
 
 class _TakeVector(torch.autograd.Function):

@@ -106,10 +106,19 @@ def empty_small(full: Tensor, rows: list[int], cols: list[int], dtype: torch.dty
 
 
 def memory_format(t: Tensor) -> torch.memory_format:
-    """The format whose strides ``t`` has; ``is_contiguous`` cannot tell them apart for 1x1 and depthwise kernels."""
-    if t.dim() in (4, 5) and t.stride(1) == 1 and t.stride(-1) == t.shape[1]:
-        return torch.channels_last if t.dim() == 4 else torch.channels_last_3d
-    return torch.contiguous_format
+    """The format of what is made from ``t``."""
+    return format_of(t.dim(), is_channels_last(t))
+
+
+def is_channels_last(t: Tensor) -> bool:
+    """Whether ``t`` has these strides; ``is_contiguous`` cannot tell for 1x1 and depthwise kernels."""
+    return t.dim() in (4, 5) and t.stride(1) == 1 and t.stride(-1) == t.shape[1]
+
+
+def format_of(ndim: int, channels_last: bool) -> torch.memory_format:
+    if not channels_last:
+        return torch.contiguous_format
+    return torch.channels_last if ndim == 4 else torch.channels_last_3d
 
 
 def _blocks(cut: Cut) -> int:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .cpu import empty_small, memory_format
+from .cpu import empty_small, is_channels_last, memory_format
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def _copy(
         rr, row_unit = _source(r, row_at, row_size, row_width, row_inner, ROWS)
         cc, col_unit = _source(c, col_at, col_size, col_width, col_inner, COLS)
         kept = inside
-    if LAST:
+    if LAST:  # noqa: SIM108
         mapped_e = k * mapped_cols + cc
     else:
         mapped_e = cc * rest + k
@@ -134,7 +134,7 @@ def put(
 
 
 def store_(full: Tensor, small: Tensor, start: Tensor, geometry: list[int]) -> None:
-    """Write ``small`` into its place in the vector ``full`` and leave the rest."""
+    """Write ``small`` into its place in the vector ``full``, which must be contiguous, and leave the rest."""
     _launch(full, small.contiguous(), (start, None), (geometry, []), (None, None), "store")
 
 
@@ -164,7 +164,7 @@ def _launch(
             src, dst, *starts, *scales,
             n_rows, n_cols, mapped_cols, rest,
             row_size, row_width, row_inner, col_size, col_width, col_inner,
-            mode, bool(geometries[0]), bool(geometries[1]), memory_format(full) != torch.contiguous_format,
+            mode, bool(geometries[0]), bool(geometries[1]), is_channels_last(full),
             scales[0] is not None, scales[1] is not None, torch.float64 in (src.dtype, dst.dtype),
             block_r, block_c,
         )  # fmt: skip

@@ -21,7 +21,7 @@ from . import cpu, reference
 _library = torch.library.Library("sliceout", "DEF")
 _SLICE = "Tensor? row_start, Tensor? col_start, int[] rows, int[] cols, Tensor? row_scale, Tensor? col_scale"
 _library.define(f"take(Tensor full, {_SLICE}, ScalarType? dtype) -> Tensor")
-_library.define(f"put(Tensor small, {_SLICE}, SymInt[] shape, SymInt[] stride, ScalarType dtype) -> Tensor")
+_library.define(f"put(Tensor small, {_SLICE}, SymInt[] shape, bool channels_last, ScalarType dtype) -> Tensor")
 _library.define("store_(Tensor(a!) full, Tensor small, Tensor start, int[] rows) -> ()")
 
 
@@ -30,13 +30,16 @@ def _cut(start: Tensor | None, geometry: list[int]) -> cpu.Cut:
 
 
 def _take_cpu(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype):  # type: ignore[no-untyped-def]
-    small = cpu.take_copy(full, _cut(row_start, rows), _cut(col_start, cols))  # an op must not return its input's memory
+    small = cpu.take_copy(
+        full, _cut(row_start, rows), _cut(col_start, cols)
+    )  # an op must not return its input's memory
     return _scaled(small, row_start, col_start, rows, cols, row_scale, col_scale).to(dtype or full.dtype)
 
 
-def _put_cpu(small, row_start, col_start, rows, cols, row_scale, col_scale, shape, stride, dtype):  # type: ignore[no-untyped-def]
-    full = torch.empty_strided(shape, stride, dtype=dtype).zero_()
-    small = _scaled(small.to(dtype), row_start, col_start, rows, cols, row_scale, col_scale)
+def _put_cpu(small, row_start, col_start, rows, cols, row_scale, col_scale, shape, channels_last, dtype):  # type: ignore[no-untyped-def]
+    full = _empty_full(small, shape, channels_last, dtype).zero_()
+    small = small.to(torch.promote_types(small.dtype, dtype))
+    small = _scaled(small, row_start, col_start, rows, cols, row_scale, col_scale)
     return cpu.put_(full, small, _cut(row_start, rows), _cut(col_start, cols))
 
 
@@ -47,9 +50,13 @@ def _store_cpu(full: Tensor, small: Tensor, start: Tensor, rows: list[int]) -> N
 def _scaled(small, row_start, col_start, rows, cols, row_scale, col_scale):  # type: ignore[no-untyped-def]
     for dim, start, geometry, scale in ((0, row_start, rows, row_scale), (1, col_start, cols, col_scale)):
         if scale is not None:
-            unit = reference.sources(start, geometry)[1]
-            small = small * reference.along(scale.to(small.dtype)[unit], dim, small.dim())
+            small = reference.scaled(small, scale, reference.sources(start, geometry)[1], dim)
     return small
+
+
+def _empty_full(small: Tensor, shape: list[int], channels_last: bool, dtype: torch.dtype) -> Tensor:
+    """Memory for a gradient, dense whatever the strides of the parameter."""
+    return torch.empty(shape, dtype=dtype, device=small.device, memory_format=cpu.format_of(len(shape), channels_last))
 
 
 def _take_cuda(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype):  # type: ignore[no-untyped-def]
@@ -58,10 +65,10 @@ def _take_cuda(full, row_start, col_start, rows, cols, row_scale, col_scale, dty
     return kernels.take(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype)
 
 
-def _put_cuda(small, row_start, col_start, rows, cols, row_scale, col_scale, shape, stride, dtype):  # type: ignore[no-untyped-def]
+def _put_cuda(small, row_start, col_start, rows, cols, row_scale, col_scale, shape, channels_last, dtype):  # type: ignore[no-untyped-def]
     from . import kernels
 
-    full = torch.empty_strided(shape, stride, dtype=dtype, device=small.device)
+    full = _empty_full(small, shape, channels_last, dtype)
     return kernels.put(small, full, row_start, col_start, rows, cols, row_scale, col_scale)
 
 
@@ -85,8 +92,8 @@ def _take_fake(full, row_start, col_start, rows, cols, row_scale, col_scale, dty
 
 
 @torch.library.register_fake("sliceout::put", lib=_library)
-def _put_fake(small, row_start, col_start, rows, cols, row_scale, col_scale, shape, stride, dtype):  # type: ignore[no-untyped-def]
-    return torch.empty_strided(shape, stride, dtype=dtype, device=small.device)
+def _put_fake(small, row_start, col_start, rows, cols, row_scale, col_scale, shape, channels_last, dtype):  # type: ignore[no-untyped-def]
+    return _empty_full(small, shape, channels_last, dtype)
 
 
 @torch.library.register_fake("sliceout::store_", lib=_library)
@@ -96,7 +103,7 @@ def _store_fake(full: Tensor, small: Tensor, start: Tensor, rows: list[int]) -> 
 
 def _take_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     full, row_start, col_start, ctx.rows, ctx.cols, row_scale, col_scale, _ = inputs
-    ctx.shape, ctx.stride, ctx.dtype = full.shape, full.stride(), full.dtype
+    ctx.shape, ctx.channels_last, ctx.dtype = full.shape, cpu.is_channels_last(full), full.dtype
     # Saved, not kept: a draw between forward and backward then raises instead of misplacing the gradient.
     ctx.save_for_backward(row_start, col_start, row_scale, col_scale)
 
@@ -104,7 +111,7 @@ def _take_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _take_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     row_start, col_start, row_scale, col_scale = ctx.saved_tensors
     full = torch.ops.sliceout.put(
-        grad, row_start, col_start, ctx.rows, ctx.cols, row_scale, col_scale, ctx.shape, ctx.stride, ctx.dtype
+        grad, row_start, col_start, ctx.rows, ctx.cols, row_scale, col_scale, ctx.shape, ctx.channels_last, ctx.dtype
     )
     return full, None, None, None, None, None, None, None
 

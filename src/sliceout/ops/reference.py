@@ -48,7 +48,7 @@ def take(
             index, unit = sources(start, geometry)
             out = out.index_select(dim, index)
             if scale is not None:
-                out = out * along(scale.to(out.dtype)[unit], dim, out.dim())
+                out = scaled(out, scale, unit, dim)
     return out.to(dtype or full.dtype)
 
 
@@ -62,21 +62,26 @@ def put(
     col_scale: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    out = small.to(dtype)
+    out = small.to(torch.promote_types(small.dtype, dtype))
     for dim, start, geometry, scale in ((1, col_start, cols, col_scale), (0, row_start, rows, row_scale)):
         if start is not None:
             index, kept, unit = targets(start, geometry)
             out = out.index_select(dim, index)
             if scale is not None:
-                out = out * along(scale.to(dtype)[unit], dim, out.dim())
+                out = scaled(out, scale, unit, dim)
             out = torch.where(along(kept, dim, out.dim()), out, out.new_zeros(()))
-    return out
+    return out.to(dtype)
 
 
 def store(full: Tensor, small: Tensor, start: Tensor, geometry: list[int]) -> Tensor:
     """``full`` with its kept entries (dimension 0) replaced by ``small``."""
     index, kept, _ = targets(start, geometry)
     return torch.where(along(kept, 0, full.dim()), small.to(full.dtype).index_select(0, index), full)
+
+
+def scaled(t: Tensor, scale: Tensor, unit: Tensor, dim: int) -> Tensor:
+    """``t`` times the scale of each unit along ``dim``, in float32 at least: the caller rounds once, at the end."""
+    return t * along(scale[unit].to(torch.promote_types(t.dtype, torch.float32)), dim, t.dim())
 
 
 def along(vector: Tensor, dim: int, ndim: int) -> Tensor:
