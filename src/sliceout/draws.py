@@ -6,9 +6,11 @@ to the next draw. A model whose parameters are split over several optimizers mov
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .slices import Slice, Slices
 
-# -- the slices of a model -----------------------------------------------------------------------------------------------
+# -- the slices of a model ---------------------------------------------------------------------------------------------
 
 
 def slices(model: nn.Module) -> Slices:
@@ -36,7 +38,7 @@ def slices(model: nn.Module) -> Slices:
         >>> slices(net)
         Slices(step=0, [Slice(8 of 16, circular)])
     """
-    found = _slices_of(m for m in model.modules() if hasattr(m, "axes"))
+    found = _slices_of(m for m in model.modules() if m in _layers)
     if not found:
         raise ValueError(f"{type(model).__name__} has no sliced layer: call sliceout.convert_ or use sliceout.nn")
     for name, module in model.named_modules():
@@ -44,8 +46,11 @@ def slices(model: nn.Module) -> Slices:
             if isinstance(value, Slice) and value not in found:
                 where = f"{name}.{attribute}" if name else attribute
                 raise ValueError(f"{where} = {value} is used by no layer: pass it as in_slice, out_slice or slice")
-    families = _join(found)
-    return families[0] if len(families) == 1 else Slices(found, step=max(f.step for f in families))
+    family = _join(found)
+    if family.members[: len(found)] != found:  # joined by an optimizer, in the order of its parameters
+        family.members = list(dict.fromkeys([*found, *family.members]))
+        family.seek_(family.step)
+    return family
 
 
 def draw_(model: nn.Module) -> None:
@@ -57,18 +62,21 @@ def _slices_of(layers: Iterable[Any]) -> list[Slice]:
     return list(dict.fromkeys(s for layer in layers for s in layer.slices))
 
 
-def _join(found: list[Slice]) -> list[Slices]:
-    """The families of these slices, after those that were made one by one have become one family."""
-    loose = [s for s in found if len(s.family) == 1]
-    if len(loose) > 1:
-        Slices(loose, step=max(s.family.step for s in loose))
-    return list(dict.fromkeys(s.family for s in found))
+def _join(found: list[Slice]) -> Slices:
+    """The one family of these slices, made of all families they are in."""
+    families = list(dict.fromkeys(s.family for s in found))
+    if len(families) == 1:
+        return families[0]
+    joined = Slices([s for f in families for s in f], step=max(f.step for f in families))
+    joined.drawn = max(f.drawn for f in families)
+    _held.clear()
+    return joined
 
 
-# -- watching optimizers -------------------------------------------------------------------------------------------------
+# -- watching optimizers -----------------------------------------------------------------------------------------------
 
-_layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_held: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[Slices]]] = weakref.WeakKeyDictionary()
+_layers: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # a set that keeps its order
+_held: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[Slices]]] = weakref.WeakKeyDictionary()
 _rounds: weakref.WeakKeyDictionary[Slices, _Round] = weakref.WeakKeyDictionary()
 _hook: Any = None
 
@@ -78,17 +86,16 @@ class _Round:
 
     def __init__(self) -> None:
         self.stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self.expected: weakref.WeakSet[Optimizer] | None = None
+        self.expected: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def complete_with(self, optimizer: Optimizer, family: Slices) -> bool:
         """Note a step; true if it ends the round."""
         if optimizer in self.stepped:  # it came round again without the others: they do not step every time
+            self.expected, self.stepped = self.stepped, weakref.WeakSet()
+        self.stepped.add(optimizer)
+        if not self.expected and _covers(self.stepped, family):
             self.expected = weakref.WeakSet(self.stepped)
-        else:
-            self.stepped.add(optimizer)
-            if self.expected is None and _covers(self.stepped, family):
-                self.expected = weakref.WeakSet(self.stepped)
-        done = self.expected is not None and set(self.expected) <= set(self.stepped)
+        done = bool(self.expected) and set(self.expected) <= set(self.stepped)
         if done:
             self.stepped.clear()
         return done
@@ -99,34 +106,47 @@ def watch(layer: nn.Module) -> None:
     global _hook
     if _hook is None:
         _hook = register_optimizer_step_post_hook(_after_step)
-    _layers.add(layer)
+    _layers[layer] = None
     _held.clear()
 
 
 def unwatch(layer: nn.Module) -> None:
     """Undo :func:`watch`."""
-    _layers.discard(layer)
+    _layers.pop(layer, None)
     _held.clear()
 
 
 @torch.compiler.disable
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for family in _families_in(optimizer):
+    families = _families_in(optimizer)
+    if not families or _inside_another_step(optimizer):
+        return
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        warnings.warn(
+            "sliceout: this optimizer step is being captured in a CUDA graph, whose replays cannot draw. "
+            "Call sliceout.draw_(model) after every replay.",
+            stacklevel=3,
+        )
+        return
+    for family in families:
         if _rounds.setdefault(family, _Round()).complete_with(optimizer, family):
             family.draw_()
 
 
 def _families_in(optimizer: Optimizer) -> list[Slices]:
     """The families with a parameter in ``optimizer``; remembered until its parameters or the layers change."""
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
-    if optimizer not in _held or _held[optimizer][0] != count:
-        place = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    params = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    if optimizer not in _held or _held[optimizer][0] != params:
+        place = {p: i for i, p in enumerate(params)}
         mine = []
         for layer in _layers:
-            if places := [place[id(p)] for p in _trained(layer) if id(p) in place]:
+            if places := [place[id(p)] for p in layer.parameters() if id(p) in place]:
                 mine.append((min(places), layer))
         mine.sort(key=lambda pair: pair[0])
-        _held[optimizer] = count, _join(_slices_of(layer for _, layer in mine))
+        found = _slices_of(layer for _, layer in mine)
+        if loose := [s for s in found if len(s.family) == 1]:
+            _join(loose)
+        _held[optimizer] = params, list(dict.fromkeys(s.family for s in found))
     return _held[optimizer][1]
 
 
@@ -134,29 +154,43 @@ def _covers(optimizers: Iterable[Optimizer], family: Slices) -> bool:
     """Whether these optimizers hold every trained parameter of the family's layers."""
     held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
     members = set(family)
-    return all(id(p) in held for layer in _layers if members & set(layer.slices) for p in _trained(layer))  # type: ignore[arg-type]
+    layers: list[Any] = [layer for layer in _layers if members & set(_slices_of([layer]))]
+    return all(id(p) in held for layer in layers for p in layer.parameters() if p.requires_grad)
 
 
-def _trained(layer: nn.Module) -> list[Tensor]:
-    return [p for p in layer.parameters() if p.requires_grad]
+_STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__  # what runs hooks around every optimizer's step
 
 
-# -- noticing that nothing draws -----------------------------------------------------------------------------------------
+def _inside_another_step(optimizer: Optimizer) -> bool:
+    """Whether a subclass's ``step`` has called its parent's: torch then runs the hooks twice for one step."""
+    steps = 0
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        steps += frame.f_code is _STEP and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return steps > 1
 
 
-def notice(family: Slices, weight: Tensor) -> None:
-    """Called before a training forward as long as ``family`` was never redrawn; warns if ``weight`` is being trained.
+# -- noticing that nothing draws ---------------------------------------------------------------------------------------
 
-    A parameter counts its in-place changes. A few may be initialisation or loading; more of them, each before another
-    forward pass, are optimizer steps that we did not see.
+
+def notice(family: Slices, weight: Tensor, forward: bool = True) -> None:
+    """Called as long as ``family`` was never redrawn, before a training forward or at its end; warns if it trains.
+
+    A parameter counts its in-place changes. A few may be loading; more of them, each between two passes that want
+    gradients, are optimizer steps that we did not see. Compiled passes run no Python: they are noticed at ``eval()``.
     """
+    if not (weight.is_leaf and weight.requires_grad) or weight.is_inference():
+        return
+    if not (torch.is_grad_enabled() if forward else weight.grad is not None):
+        return
     if family.witness is None:
-        family.witness = id(weight)
+        family.witness, family.version = id(weight), weight._version
     if family.witness != id(weight) or family.version == weight._version:
         return
     family.version = weight._version
     family.changes += 1
-    if family.changes == 4:
+    if family.changes == 3:
         warnings.warn(
             "sliceout: this model is training, but its slices have never been redrawn: no torch.optim optimizer that "
             "holds its parameters has stepped. Call sliceout.draw_(model) after every step.",
@@ -164,7 +198,7 @@ def notice(family: Slices, weight: Tensor) -> None:
         )
 
 
-# -- position in the sequence of draws, saved with the model -------------------------------------------------------------
+# -- position in the sequence of draws, saved with the model -----------------------------------------------------------
 
 
 def position(s: Slice) -> dict[str, int]:

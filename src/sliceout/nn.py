@@ -82,7 +82,7 @@ class Sliced:
 
     def train(self, mode: bool = True) -> Any:
         if self.training and not mode and "out" in self.axes and not self.axes["out"].slice.family.drawn:
-            draws.notice(self.axes["out"].slice.family, self.weight)  # type: ignore[attr-defined]
+            draws.notice(self.axes["out"].slice.family, self.weight, forward=False)  # type: ignore[attr-defined]
         return super().train(mode)  # type: ignore[misc]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -108,6 +108,7 @@ class Sliced:
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[misc]
+        self._place()  # assign=True may have brought parameters of another device
         for role, position in local_metadata.get("sliceout", {}).items():
             if role in self.axes:
                 draws.seek(self.axes[role].slice, position)

@@ -70,7 +70,7 @@ class Slice:
         self.stream = 0
         self.on = True
         self.gain, self.scale = self._scale()
-        self.start = torch.zeros(1, dtype=torch.int64)
+        self.start = torch.zeros(1, dtype=torch.int64, device="cpu")  # whatever the default device is
         self.start_on_host = 0
         self.family = Slices([self])
 
@@ -96,10 +96,10 @@ class Slice:
     @property
     def keep_probability(self) -> Tensor:
         """Probability of each unit being kept (float64, ``[size]``); it sums to ``width``."""
-        kept = torch.zeros(2 * self.size + 1, dtype=torch.float64)
-        starts = torch.tensor(self.starts)
-        kept.index_add_(0, starts, torch.ones(len(starts), dtype=torch.float64))
-        kept.index_add_(0, starts + self.width, -torch.ones(len(starts), dtype=torch.float64))
+        kept = torch.zeros(2 * self.size + 1, dtype=torch.float64, device="cpu")
+        starts = torch.tensor(self.starts, device="cpu")
+        kept.index_add_(0, starts, kept.new_ones(len(starts)))
+        kept.index_add_(0, starts + self.width, -kept.new_ones(len(starts)))
         kept = kept.cumsum(0)
         return (kept[: self.size] + kept[self.size : 2 * self.size]) / len(starts)
 
@@ -108,7 +108,7 @@ class Slice:
         if self.norm == "none" or self.width == self.size:
             return 1.0, None
         if self.norm == "flow":
-            scale = torch.full((self.size,), self.size / self.width, dtype=torch.float64)
+            scale = torch.full((self.size,), self.size / self.width, dtype=torch.float64, device="cpu")
         else:
             probability = self.keep_probability
             scale = torch.where(probability > 0, 1 / probability, 1.0)  # never-kept units of a prefix stay finite
@@ -127,7 +127,7 @@ class Slice:
     @property
     def kept(self) -> Tensor:
         """Indices of the units kept now, in the order in which the small tensors hold them."""
-        return (self.start_on_host + torch.arange(self.width)) % self.size
+        return (self.start_on_host + torch.arange(self.width, device="cpu")) % self.size
 
     def to(self, device: torch.device) -> None:
         """Keep the start (and the scale) on ``device``. Does nothing if they are there."""
@@ -185,8 +185,8 @@ class Axis:
     def kept(self) -> Tensor:
         """Indices along the dimension that are kept now."""
         s = self.slice
-        block = torch.arange(self.blocks)[:, None, None] * s.size
-        return ((block + s.kept[:, None]) * self.inner + torch.arange(self.inner)).flatten()
+        block = torch.arange(self.blocks, device="cpu")[:, None, None] * s.size
+        return ((block + s.kept[:, None]) * self.inner + torch.arange(self.inner, device="cpu")).flatten()
 
     def __repr__(self) -> str:
         tile = "".join(f", {n}={v}" for n, v in (("blocks", self.blocks), ("inner", self.inner)) if v > 1)
@@ -287,7 +287,7 @@ def _mix(x: Tensor) -> Tensor:
 
 def table(slices: list[Slice]) -> Tensor:
     """What the draw needs to know of each slice: int64 ``[n, 5]``, rows of ``(seed, stream, *Slice.rule)``."""
-    return torch.tensor([(s.seed & _M32, s.stream, *s.rule) for s in slices], dtype=torch.int64)
+    return torch.tensor([(s.seed & _M32, s.stream, *s.rule) for s in slices], dtype=torch.int64, device="cpu")
 
 
 def starts_at(step: int | Tensor, table: Tensor) -> Tensor:
