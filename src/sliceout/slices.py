@@ -165,8 +165,10 @@ class Axis:
 
     def __post_init__(self) -> None:
         for name in ("blocks", "inner"):
-            if _whole(name, getattr(self, name)) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
+            value = _whole(name, getattr(self, name))
+            if value < 1:
+                raise ValueError(f"{name}={value}: expected at least 1")
+            object.__setattr__(self, name, value)
 
     @property
     def size(self) -> int:

@@ -42,6 +42,11 @@ def take(
     """
     if rows is None and cols is None:
         return full if dtype is None else full.to(dtype)
+    for dim, axis in enumerate((rows, cols)):
+        if axis is not None and full.shape[dim] != axis.size:
+            raise ValueError(
+                f"dimension {dim} of shape {tuple(full.shape)} does not match {axis}, which covers {axis.size}"
+            )
     compiling = torch.compiler.is_compiling()
     if full.device.type == "cpu" and not compiling:
         return _take_view(full, rows, cols, scale_rows, scale_cols, dtype)

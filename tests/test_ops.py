@@ -1,0 +1,337 @@
+"""take and put: the definition, the plain-torch reference, the CPU's views and the registered ops all agree."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from conftest import devices
+from hypothesis import given, settings
+from opcases import Case, cases, listed
+from sliceout import Slice
+from sliceout.ops import cpu, library, reference, store_, take
+from torch import Tensor, nn
+
+IDS = [f"{i}-{'x'.join(map(str, c.shape))}-{c.layout}" for i, c in enumerate(listed())]
+every_listed = pytest.mark.parametrize("number", range(len(IDS)), ids=IDS)
+
+
+@contextlib.contextmanager
+def poisoned_memory():
+    """Memory that nobody has written reads as NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def put_op(small: Tensor, case: Case) -> Tensor:
+    last = case.layout == "channels_last"
+    return torch.ops.sliceout.put(small, *case.args, case.shape, last, case.dtype)
+
+
+def compare_all(case: Case, device: str) -> None:
+    """Forward and backward of every implementation on ``device`` against the definition."""
+    case.to(device)
+    full = case.full(device).requires_grad_()
+    expected = case.take(full.detach())
+    grad = torch.randn(expected.shape, dtype=torch.float64).to(case.result_dtype)
+    expected_grad = case.put(grad)
+    grad = grad.to(device)
+
+    def through(f, what):
+        with poisoned_memory():
+            small = f(full)
+            (got,) = torch.autograd.grad(small, full, grad)
+        case.check(small, expected, what)
+        case.check(got, expected_grad, f"gradient of {what}")
+        return small, got
+
+    rows, cols = case.axes
+    scales = {"scale_rows": case.scale_rows, "scale_cols": case.scale_cols}
+    through(lambda t: reference.take(t, *case.args, case.target), "reference.take")
+    _, by_take = through(lambda t: take(t, rows, cols, **scales, dtype=case.target), "take")
+    op_small, by_op = through(lambda t: torch.ops.sliceout.take(t, *case.args, case.target), "torch.ops.sliceout.take")
+    case.check(reference.put(grad, *case.args, case.dtype), expected_grad, "reference.put")
+    with poisoned_memory():
+        by_put = put_op(grad, case)
+    case.check(by_put, expected_grad, "torch.ops.sliceout.put")
+
+    assert op_small.is_contiguous(memory_format=cpu.memory_format(full)), "the op must keep the memory format"
+    for got in (by_take, by_op, by_put):
+        assert cpu.memory_format(got) == cpu.memory_format(full)
+        assert got.is_contiguous(memory_format=cpu.memory_format(full)) or case.layout == "transposed"
+
+
+@devices
+@every_listed
+def test_listed_cases_agree_with_the_definition(number, device):
+    compare_all(listed()[number], device)
+
+
+@devices
+@settings(max_examples=150)
+@given(case=cases())
+def test_all_implementations_agree_with_the_definition(case, device):
+    torch.manual_seed(0)
+    compare_all(case, device)
+
+
+@devices
+@given(case=cases(dtypes=[(torch.float64, None)]))
+def test_put_is_the_adjoint_of_take(case, device):
+    """<take(w), g> == <w, put(g)>, for the reference and the op."""
+    torch.manual_seed(0)
+    case.to(device)
+    w = case.full(device)
+    small = torch.ops.sliceout.take(w, *case.args, None)
+    g = torch.randn_like(small)
+    for takes, puts in (
+        (small, put_op(g, case)),
+        (reference.take(w, *case.args, None), reference.put(g, *case.args, w.dtype)),
+    ):
+        torch.testing.assert_close((takes * g).sum(), (w * puts).sum(), rtol=1e-12, atol=1e-12)
+
+
+@devices
+@given(case=cases(dtypes=[(torch.float32, torch.bfloat16), (torch.bfloat16, None), (torch.bfloat16, torch.float32)]))
+def test_low_precision_is_rounded_once(case, device):
+    """The scale is multiplied in float32 at least: rounding it to bfloat16 first would bias every weight alike."""
+    torch.manual_seed(0)
+    compare_all(case, device)
+
+
+# -- derivatives -------------------------------------------------------------------------------------------------------
+
+SMALL = [i for i, c in enumerate(listed()) if c.dtype == torch.float64 and torch.Size(c.shape).numel() < 150]
+
+
+@pytest.mark.parametrize("path", ["take", "op"])
+@pytest.mark.parametrize("number", SMALL, ids=[IDS[i] for i in SMALL])
+def test_first_and_second_derivatives(number, path):
+    case = listed()[number]
+
+    def squared(full):
+        if path == "op":
+            small = torch.ops.sliceout.take(full, *case.args, None)
+        else:
+            small = take(full, *case.axes, scale_rows=case.scale_rows, scale_cols=case.scale_cols)
+        return small**2
+
+    full = case.full().requires_grad_()
+    assert torch.autograd.gradcheck(squared, (full,))
+    assert torch.autograd.gradgradcheck(squared, (full,))
+
+
+@devices
+@pytest.mark.parametrize("layout", ["transposed", "narrowed", "expanded"])
+def test_gradient_of_a_parameter_with_odd_strides_lies_in_place(layout, device):
+    """A tied, sliced or broadcast parameter: its strides say nothing about how its gradient may be written."""
+    rows, cols = Slice(6), Slice(8)
+    base = torch.randn(6, 8, dtype=torch.float64, device=device)
+    full = {
+        "transposed": lambda: base.t().contiguous().t(),
+        "narrowed": lambda: torch.randn(9, 12, dtype=torch.float64, device=device)[2:8, 1:9],
+        "expanded": lambda: base[:1].expand(6, 8),
+    }[layout]()
+    full = full.detach().requires_grad_()
+    case = Case((6, 8), rows.axis(), cols.axis(), scale_rows=True).to(device)
+    for f in (
+        lambda: take(full, *case.axes, scale_rows=True),
+        lambda: torch.ops.sliceout.take(full, *case.args, None),
+    ):
+        small = f()
+        case.check(small, case.take(full.detach()), layout)
+        g = torch.randn_like(small)
+        (got,) = torch.autograd.grad(small, full, g)
+        case.check(got, case.put(g), f"gradient of {layout}")
+
+
+@devices
+def test_gradient_arriving_in_another_layout_lies_in_place(device):
+    """cuDNN hands back channels_last gradients, reductions hand back expanded ones."""
+    case = Case((6, 8, 3, 3), Slice(6).axis(), Slice(8).axis()).to(device)
+    full = case.full(device).requires_grad_()
+    small = torch.ops.sliceout.take(full, *case.args, None)
+    g = torch.randn_like(small).to(memory_format=torch.channels_last)
+    (got,) = torch.autograd.grad(small, full, g, retain_graph=True)
+    case.check(got, case.put(g), "gradient from channels_last")
+    (got,) = torch.autograd.grad(small.sum(), full)
+    case.check(got, case.put(torch.ones_like(small)), "gradient of a sum")
+
+
+# -- registration ------------------------------------------------------------------------------------------------------
+
+OPCHECK = [0, 2, 6, 9, 12, 15, 16, 18, 21, 23]
+
+
+@devices
+@pytest.mark.parametrize("number", OPCHECK, ids=[IDS[i] for i in OPCHECK])
+def test_opcheck_passes(number, device):
+    case = listed()[number].to(device)
+    full = case.full(device)
+    small = torch.ops.sliceout.take(full, *case.args, case.target)
+    last = case.layout == "channels_last"
+    torch.library.opcheck(torch.ops.sliceout.take.default, (full.clone().requires_grad_(), *case.args, case.target))
+    torch.library.opcheck(
+        torch.ops.sliceout.put.default,
+        (torch.randn_like(small).requires_grad_(), *case.args, case.shape, last, case.dtype),
+    )
+    if full.dim() == 1:
+        torch.library.opcheck(
+            torch.ops.sliceout.store_.default, (full, torch.randn_like(small), case.args[0], case.args[2])
+        )
+
+
+def test_the_op_never_returns_its_inputs_memory():
+    case = Case((6,), Slice(6, 0.5, sampling="window").axis(), None)
+    full = case.full()
+    small = torch.ops.sliceout.take(full, *case.args, None)
+    assert small.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
+
+
+# -- views and stores --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dims", ["rows", "cols", "both"])
+@pytest.mark.parametrize("shape", [(12, 10), (12, 10, 3), (12, 10, 3, 3), (12, 10, 1, 3, 3)], ids=str)
+def test_on_the_cpu_a_slice_is_a_view_unless_it_wraps(shape, dims):
+    rows, cols = Slice(12), Slice(10)
+    axes = (rows.axis() if dims != "cols" else None, cols.axis() if dims != "rows" else None)
+    full = nn.Parameter(torch.randn(shape))
+    seen = set()
+    for step in range(30):
+        wraps = False
+        for axis in axes:
+            if axis is not None:
+                axis.slice.family.seek_(step)
+                wraps |= axis.slice.start_on_host + axis.slice.width > axis.slice.size
+        small = take(full, *axes)
+        shares = small.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
+        assert shares == (not wraps)
+        seen.add(wraps)
+    assert seen == {True, False}
+
+
+def test_views_notice_that_the_parameter_changed_before_backward():
+    """As in a plain layer: the gradient would be that of other weights."""
+    s = Slice(8, sampling="window")
+    full = nn.Parameter(torch.randn(8, 8))
+    loss = (take(full, s.axis()) ** 2).sum()
+    with torch.no_grad():
+        full.mul_(2)
+    with pytest.raises(RuntimeError, match="has been modified"):
+        loss.backward()
+
+
+@devices
+@given(case=cases(dtypes=[(torch.float32, None)]))
+def test_store_replaces_the_kept_entries_and_no_others(case, device):
+    torch.manual_seed(0)
+    axis = case.rows or case.cols
+    s = axis.slice
+    case = Case((axis.size,), axis, None).to(device)
+    before = torch.randn(axis.size, device=device)
+    small = torch.randn(axis.width, device=device)
+    expected = before.clone()
+    expected[axis.kept.to(device)] = small
+    assert torch.equal(reference.store(before, small, s.start, axis.geometry), expected)
+    for f in (lambda t: store_(t, small, axis), lambda t: torch.ops.sliceout.store_(t, small, s.start, axis.geometry)):
+        full = before.clone()
+        f(full)
+        assert torch.equal(full, expected)
+
+
+def test_a_store_into_its_own_view_changes_nothing_more():
+    s = Slice(8, sampling="window")
+    full = torch.randn(8)
+    small = take(full, s.axis())
+    small.add_(1)
+    before = full.clone()
+    store_(full, small, s.axis())
+    assert torch.equal(full, before)
+    assert torch.equal(full[s.kept], small)
+
+
+# -- what must not leak ------------------------------------------------------------------------------------------------
+
+
+@devices
+@every_listed
+def test_nan_outside_the_slice_never_leaks(number, device):
+    case = listed()[number].to(device)
+    kept = case.put(torch.ones(cpu.small_shape(torch.Size(case.shape), *case.args[2:4]))) != 0
+    full = torch.where(kept.to(device), case.full(device), torch.nan)
+    full = case.lay_out(full).requires_grad_()
+    for f in (
+        lambda t: take(t, *case.axes, scale_rows=case.scale_rows, scale_cols=case.scale_cols, dtype=case.target),
+        lambda t: torch.ops.sliceout.take(t, *case.args, case.target),
+        lambda t: reference.take(t, *case.args, case.target),
+    ):
+        small = f(full)
+        assert small.isfinite().all()
+        (grad,) = torch.autograd.grad((small.double() ** 2).sum(), full)
+        assert grad.isfinite().all()
+        assert not grad[~kept.to(device)].any()
+
+
+@devices
+def test_a_nan_gradient_stays_inside_the_slice(device):
+    case = Case((6, 8), Slice(6).axis(), Slice(8).axis(), scale_rows=True).to(device)
+    kept = case.put(torch.ones(3, 4)) != 0
+    grad = torch.full((3, 4), torch.nan, dtype=torch.float64, device=device)
+    for full in (put_op(grad, case), reference.put(grad, *case.args, torch.float64)):
+        assert full.cpu()[kept].isnan().all()
+        assert not full.cpu()[~kept].any()
+
+
+# -- a draw between forward and backward -------------------------------------------------------------------------------
+
+
+@devices
+def test_a_draw_between_forward_and_backward_raises_on_the_op_path(device):
+    s = Slice(32)
+    case = Case((32,), s.axis(), None).to(device)
+    full = case.full(device).requires_grad_()
+    small = torch.ops.sliceout.take(full, *case.args, None)
+    s.family.draw_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        small.sum().backward()
+
+
+def test_a_draw_between_forward_and_backward_is_right_on_the_view_path():
+    s = Slice(32)
+    case = Case((32,), s.axis(), None)
+    full = case.full().requires_grad_()
+    small = take(full, s.axis())
+    grad = torch.randn_like(small)
+    expected, start = case.put(grad), s.start_on_host
+    while s.start_on_host == start:
+        s.family.draw_()
+    small.backward(grad)
+    case.check(full.grad, expected, "gradient")
+
+
+def test_take_refuses_a_tensor_that_the_axis_does_not_cover():
+    with pytest.raises(ValueError, match=r"dimension 1 of shape \(4, 9\) does not match Slice\(4 of 8, circular\)"):
+        take(torch.zeros(4, 9), None, Slice(8).axis())
+
+
+def test_take_of_nothing_is_the_parameter_itself():
+    full = nn.Parameter(torch.randn(3))
+    assert take(full) is full
+    assert take(full, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_the_library_declares_what_it_computes():
+    """Schemas are part of saved graphs: a change here is a change of format."""
+    assert library._library is not None
+    schema = str(torch.ops.sliceout.put.default._schema)
+    assert schema == (
+        "sliceout::put(Tensor small, Tensor? row_start, Tensor? col_start, int[] rows, int[] cols, Tensor? row_scale, "
+        "Tensor? col_scale, SymInt[] shape, bool channels_last, ScalarType dtype) -> Tensor"
+    )
