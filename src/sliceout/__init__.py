@@ -4,8 +4,10 @@ Everything a user needs is listed here; other names may change.
 """
 
 from . import nn
+from .convert import convert_, off_, on_, revert_
 from .draws import draw_, slices
+from .report import Report
 from .slices import Axis, Slice, Slices
 
-__all__ = ["Axis", "Slice", "Slices", "draw_", "nn", "slices"]
+__all__ = ["Axis", "Report", "Slice", "Slices", "convert_", "draw_", "nn", "off_", "on_", "revert_", "slices"]
 __version__ = "0.1.0"

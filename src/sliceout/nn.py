@@ -36,6 +36,10 @@ __all__ = [
     "Conv1d",
     "Conv2d",
     "Conv3d",
+    "Dropout",
+    "Dropout1d",
+    "Dropout2d",
+    "Dropout3d",
     "GroupNorm",
     "LayerNorm",
     "LayerScale",
@@ -473,10 +477,62 @@ class LayerScale(Sliced, nn.Module):
         return x.mul_(gamma) if self.inplace else x * gamma
 
 
+class _Dropout(Sliced):
+    """A dropout that rests while the units it would drop from are sliced."""
+
+    def bind(self, axes: dict[str, Axis]) -> None:
+        """Any slice will do: dropout has no size."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        resting = self.training and self.axes["unit"].slice.sliced
+        return x if resting else super().forward(x)  # type: ignore[misc, no-any-return]
+
+
+class Dropout(_Dropout, nn.Dropout):
+    """``nn.Dropout`` that rests while its slice is on."""
+
+    _plain = nn.Dropout
+
+    def __init__(self, *args: Any, slice: Any, **kwargs: Any) -> None:
+        nn.Dropout.__init__(self, *args, **kwargs)
+        _attach(self, {"unit": slice})
+
+
+class Dropout1d(_Dropout, nn.Dropout1d):
+    """``nn.Dropout1d`` that rests while its slice is on."""
+
+    _plain = nn.Dropout1d
+
+    def __init__(self, *args: Any, slice: Any, **kwargs: Any) -> None:
+        nn.Dropout1d.__init__(self, *args, **kwargs)
+        _attach(self, {"unit": slice})
+
+
+class Dropout2d(_Dropout, nn.Dropout2d):
+    """``nn.Dropout2d`` that rests while its slice is on."""
+
+    _plain = nn.Dropout2d
+
+    def __init__(self, *args: Any, slice: Any, **kwargs: Any) -> None:
+        nn.Dropout2d.__init__(self, *args, **kwargs)
+        _attach(self, {"unit": slice})
+
+
+class Dropout3d(_Dropout, nn.Dropout3d):
+    """``nn.Dropout3d`` that rests while its slice is on."""
+
+    _plain = nn.Dropout3d
+
+    def __init__(self, *args: Any, slice: Any, **kwargs: Any) -> None:
+        nn.Dropout3d.__init__(self, *args, **kwargs)
+        _attach(self, {"unit": slice})
+
+
 # -- from plain to sliced and back -------------------------------------------------------------------------------------
 
 _SLICED = (
     Linear, Conv1d, Conv2d, Conv3d, BatchNorm1d, BatchNorm2d, BatchNorm3d, GroupNorm, LayerNorm, RMSNorm, PReLU,
+    Dropout, Dropout1d, Dropout2d, Dropout3d,
 )  # fmt: skip
 _DUCKS = {("transformers", "Conv1D"): Conv1D, ("timm", "LayerScale"): LayerScale}  # by name: the core needs neither
 
@@ -537,9 +593,14 @@ def slice_(module: nn.Module, *, in_slice: Any = None, out_slice: Any = None, sl
         given = ", ".join(_argument(role) for role in axes) or "no slice"
         raise TypeError(f"{name} was given {given}: it takes {' and '.join(_argument(r) for r in made.roles)}")
     made.bind(module, axes)
+    adopt(module, made, axes)
+    return module
+
+
+def adopt(module: nn.Module, made: type[nn.Module], axes: dict[str, Axis]) -> None:
+    """Change the class of ``module`` to a sliced one; ``axes`` must have been checked."""
     module.__class__ = made
     _attach(module, axes, checked=True)
-    return module
 
 
 def plain_(module: nn.Module) -> nn.Module:
@@ -547,7 +608,7 @@ def plain_(module: nn.Module) -> nn.Module:
     if not isinstance(module, Sliced):
         raise TypeError(f"{type(module).__name__} is not sliced")
     plain: Any = type(module)._plain
-    if sliced_class(plain) is not type(module):
+    if plain is nn.Module:
         raise TypeError(f"{type(module).__name__} was made sliced and has no plain form to return to")
     draws.unwatch(module)
     del module.axes
@@ -590,6 +651,8 @@ def _check_last(module: Any, axis: Axis, shape: tuple[int, ...]) -> None:
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype autocast would cast the weight to: take writes it directly, so no full-precision copy is made."""
     kind = x.device.type
+    if kind == "meta":  # a dry run
+        return None
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 

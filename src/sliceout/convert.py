@@ -1,0 +1,298 @@
+"""convert_: find what can be sliced in any model, slice it in place, and say what happened and why."""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from . import inputs, recipes
+from .draws import slices as slices_of
+from .groups import Group, find_groups
+from .nn import Sliced, plain_, slice_
+from .report import Report, Row, measure
+from .slices import Axis, Slice, Slices, width_of
+from .trace import Where, meta_copy, trace
+
+Rate = float | Mapping[str, float] | Callable[[str], float | None] | None
+Filter = str | Iterable[str] | Callable[[nn.Module, str], bool] | None
+
+
+def convert_(
+    model: nn.Module,
+    rate: Rate = None,
+    *,
+    sampling: str = "circular",
+    norm: str = "probabilistic",
+    fold: str = "consumer",
+    align: int | None = None,
+    filter: Filter = None,
+    attention: str = "dims",
+    stages: int | None = None,
+    paper_exclusions: bool = False,
+    example_inputs: Any = None,
+    seed: int = 0,
+) -> Report:
+    """Slice every layer of ``model`` that can be sliced, in place, and report what was done.
+
+    The model keeps its Parameter objects and its state_dict keys; only the classes of its layers change. In ``eval()``
+    it computes exactly what it did before.
+
+    Args:
+        model: any module; it is left exactly as it was if the conversion fails.
+        rate: fraction of units to drop: a number for all groups; a dict from name patterns to numbers; a function of
+            the group's name (``None`` to skip it); or ``None`` to take over the rates of the ``nn.Dropout`` layers
+            that lie inside a group. Dropouts inside a sliced group rest while SliceOut is on.
+        sampling, norm, fold, align: see :class:`~sliceout.Slice`.
+        filter: only groups all of whose producing and consuming layers match: name patterns (``"blocks.*.mlp.*"``) or
+            a function of ``(module, name)``.
+        attention: ``"dims"`` slices inside every head (queries and keys alike, values and output projection alike),
+            ``"heads"`` keeps a range of heads, ``"off"`` leaves attention alone.
+        stages: only the first so many stages of inverted-bottleneck networks (the paper: 3).
+        paper_exclusions: leave out the first residual block and the last one of each stage, as the paper's Wide ResNets.
+        example_inputs: what the model is called with: a tensor, a tuple, or a dict of keyword arguments. Guessed if
+            left out. The dry run computes nothing and leaves statistics and caches alone.
+        seed: of the draws.
+
+    Raises:
+        ValueError: if nothing can be sliced, with what was looked for.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2))
+        >>> convert_(model, rate=0.5).converted
+        1
+        >>> model(torch.zeros(3, 8)).shape
+        torch.Size([3, 2])
+    """
+    _check(model, rate, attention, dict(sampling=sampling, norm=norm, fold=fold))
+    run = DryRun(model, example_inputs)
+    groups = find_groups(run.shadow(), run.trace)
+    recipes.arrange(model, groups, run.trace, attention=attention, stages=stages, paper_exclusions=paper_exclusions)
+    modules = dict(model.named_modules())
+    rates: dict[Group, float] = {}
+    for group in groups:
+        group.reason = group.reason or _filtered(group, filter, modules) or _frozen(group, modules)
+        if group.reason is None:
+            rates[group], group.reason = _rate_of(group, rate, modules, align)
+    recipes.choose(groups, attention)
+
+    def make(group: Group) -> Slice:
+        settings = {"norm": "none"} if group.contracted else {"norm": norm}
+        return Slice(group.size, rates[group], sampling=sampling, fold=fold, align=align, seed=seed, **settings)
+
+    plan = run.settle(groups, lambda shadow, chosen: _apply(shadow, chosen, make))
+    if not plan:
+        raise ValueError(_nothing(model, groups))
+    before, after = measure(run, None), measure(run, lambda shadow: _apply(shadow, plan, make))
+    made = _apply(model, plan, make)
+    family = Slices(made.values())
+    return Report(type(model).__name__, [Row(g, made.get(g)) for g in groups], before, after, family)
+
+
+def revert_(model: nn.Module) -> nn.Module:
+    """Undo :func:`convert_`: the original classes again. Weights stay as they are now."""
+    found = [m for m in model.modules() if isinstance(m, Sliced)]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no sliced layer: nothing to revert")
+    for module in found:
+        plain_(module)
+    return model
+
+
+def off_(model: nn.Module) -> nn.Module:
+    """Train the full network from now on (the paper's last 1-10 % of training)."""
+    return _switch(model, False)
+
+
+def on_(model: nn.Module) -> nn.Module:
+    """Slice again after :func:`off_`."""
+    return _switch(model, True)
+
+
+def _switch(model: nn.Module, on: bool) -> nn.Module:
+    for s in slices_of(model):
+        s.on = on
+    return model
+
+
+# -- the dry run -----------------------------------------------------------------------------------------------------------
+
+
+class DryRun:
+    """A forward pass of a copy of the model that computes nothing: first traced, then tried with slices."""
+
+    def __init__(self, model: nn.Module, example_inputs: Any) -> None:
+        self.model = model
+        errors: list[str] = []
+        calls = inputs.guesses(model) if example_inputs is None else [inputs.as_call(example_inputs)]
+        for call in calls:
+            for device in ("meta", "cpu"):
+                self.device = device
+                self.call = inputs.to_device(call, device)
+                try:
+                    self.trace = trace(self.shadow(), *self.call)
+                    return
+                except Exception as error:
+                    errors.append(f"{_shapes(call)} on {device}: {_first_line(error)}")
+        raise ValueError(
+            f"could not run {type(model).__name__} to see how its layers are connected; pass example_inputs=. Tried: "
+            + ("; ".join(errors[:4]) or "nothing, for no input could be guessed")
+        )
+
+    def shadow(self) -> nn.Module:
+        """A copy in training mode that shares nothing with the model."""
+        copied = meta_copy(self.model) if self.device == "meta" else copy.deepcopy(self.model)
+        return copied.train()
+
+    def forward(self, shadow: nn.Module) -> tuple[list[Any], str | None, str]:
+        """Output shapes, or the module in which it failed and the message."""
+        with Where(shadow) as where, torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                output = shadow(*self.call[0], **self.call[1])
+            except Exception as error:
+                return [], where.failed or "", _first_line(error)
+        output = dict(output) if isinstance(output, dict) else output
+        return [t.shape for t in tree_leaves(output) if isinstance(t, Tensor)], None, ""
+
+    def settle(self, groups: list[Group], apply: Callable[[nn.Module, list[Group]], Any]) -> list[Group]:
+        """The groups with which the model's own code runs; the others get the reason why not."""
+        wanted, _, _ = self.forward(self.shadow())
+        chosen = [g for g in groups if g.reason is None]
+        while chosen:
+            shadow = self.shadow()
+            apply(shadow, chosen)
+            shapes, failed, message = self.forward(shadow)
+            if failed is None and shapes == wanted:
+                break
+            if failed is None:
+                failed, message = "", f"outputs of shapes {shapes} instead of {wanted}"
+            suspects = _nearest(chosen, failed)
+            for group in suspects:
+                group.reason = f"{failed or 'the model'} cannot take it: {message}"
+            chosen = [g for g in chosen if g.reason is None]
+        return chosen
+
+
+def _nearest(groups: list[Group], failed: str) -> list[Group]:
+    """The groups whose layers lie in the module that failed, or in the closest module around it."""
+    path = failed.split(".") if failed else []
+    while True:
+        prefix = ".".join(path)
+        near = [g for g in groups if any((m.module + ".").startswith(prefix + ".") or not prefix for m in g.members)]
+        if near or not path:
+            return near[:1] if not prefix else near
+        path = path[:-1]
+
+
+# -- applying a plan ---------------------------------------------------------------------------------------------------------
+
+
+def _apply(model: nn.Module, groups: list[Group], make: Callable[[Group], Slice]) -> dict[Group, Slice]:
+    """Slice the layers of ``groups``; returns the slices by group."""
+    modules = dict(model.named_modules())
+    made = {g: make(g) for g in groups}
+    roles: dict[str, dict[str, Axis]] = {}
+    for group in groups:
+        for m in group.members:
+            roles.setdefault(m.module, {})[m.role] = made[group].axis(m.blocks, m.inner)
+        for name in group.dropouts:
+            roles.setdefault(name, {})["unit"] = made[group].axis()
+    done: list[nn.Module] = []
+    try:
+        for name, axes in roles.items():
+            slice_(modules[name], in_slice=axes.get("in"), out_slice=axes.get("out"), slice=axes.get("unit"))
+            done.append(modules[name])
+        done += recipes.adapt(model, groups, made)
+    except BaseException:
+        for module in done:
+            plain_(module)
+        raise
+    return made
+
+
+# -- checks and reasons ------------------------------------------------------------------------------------------------------
+
+
+def _check(model: nn.Module, rate: Any, attention: str, settings: dict[str, str]) -> None:
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise ValueError("this model is compiled: convert the original module first, then compile it")
+    wrappers = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "OptimizedModule"}
+    for name, m in model.named_modules():
+        if wrappers & {c.__name__ for c in type(m).__mro__}:
+            kind = next(c.__name__ for c in type(m).__mro__ if c.__name__ in wrappers)
+            raise ValueError(f"{name or 'the model'} is wrapped in {kind}: convert_ first, wrap it afterwards")
+        if isinstance(m, Sliced):
+            raise ValueError(f"{name or 'the model'} is sliced already: call sliceout.revert_(model) first")
+        if isinstance(m, torch.jit.ScriptModule):
+            raise ValueError(f"{name or 'the model'} is a TorchScript module, whose classes cannot be changed")
+    if attention not in ("dims", "heads", "off"):
+        raise ValueError(f"attention={attention!r}: expected 'dims', 'heads' or 'off'")
+    Slice(8, 0.5, **settings)  # raises on unknown names
+    for value in [rate] if isinstance(rate, (int, float)) else rate.values() if isinstance(rate, Mapping) else []:
+        width_of(1 << 20, value, None)
+
+
+def _rate_of(group: Group, rate: Rate, modules: dict[str, Any], align: int | None) -> tuple[float, str | None]:
+    """The group's rate, or the reason why it is left alone."""
+    value: float | None
+    if rate is None:
+        value = max((modules[d].p for d in group.dropouts), default=None)
+        if not value:
+            return 0.0, "no nn.Dropout lies inside it, and no rate was given"
+    elif callable(rate):
+        value = rate(group.name)
+    elif isinstance(rate, Mapping):
+        names = {m.module for m in group.members}
+        value = next((r for pattern, r in rate.items() if fnmatch.filter(names, pattern)), None)
+    else:
+        value = rate
+    if value is None:
+        return 0.0, "no rate was given for it"
+    try:
+        width, _ = width_of(group.size, value, align)
+    except ValueError as error:
+        return 0.0, str(error)
+    return value, None if width < group.size else f"at rate {value} all {group.size} units are kept"
+
+
+def _filtered(group: Group, filter: Filter, modules: dict[str, nn.Module]) -> str | None:
+    if filter is None:
+        return None
+    names = {m.module for m in group.members if m.role != "unit"}
+    if callable(filter):
+        passed = all(filter(modules[n], n) for n in names)
+    else:
+        patterns = [filter] if isinstance(filter, str) else list(filter)
+        passed = all(any(fnmatch.fnmatch(n, p) for p in patterns) for n in names)
+    return None if passed else "left out by filter"
+
+
+def _frozen(group: Group, modules: dict[str, nn.Module]) -> str | None:
+    trained = any(p.requires_grad for m in group.members for p in modules[m.module].parameters(recurse=False))
+    return None if trained else "all its parameters are frozen"
+
+
+def _nothing(model: nn.Module, groups: list[Group]) -> str:
+    looked = (
+        "looked for layers (linear, convolution, HF Conv1D) whose outputs reach another such layer through "
+        "activations, norms and depthwise convolutions only"
+    )
+    reasons = dict.fromkeys(f"{g.name}: {g.reason}" for g in groups if g.reason)
+    found = "; found none" if not reasons else "; skipped " + "; ".join(list(reasons)[:6])
+    return f"nothing to slice in {type(model).__name__}: {looked}{found}"
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__
+
+
+def _shapes(call: inputs.Call) -> str:
+    return ", ".join(str(tuple(t.shape)) for t in tree_leaves(call) if isinstance(t, Tensor)) or "no tensors"

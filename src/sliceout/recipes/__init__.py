@@ -1,0 +1,43 @@
+"""What is special about a family of models, one file each. The trace finds the groups; the recipes know their ways.
+
+``mlp``        labels; nothing else is special
+``residual``   blocks between two points of a residual stream; the paper's exclusions
+``mbconv``     inverted bottlenecks; how many stages
+``attention``  heads and their dims: temperature, and the numbers that attention code computes shapes with
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..groups import Group
+from ..slices import Slice
+from ..trace import Trace
+from . import attention as _attention
+from . import mbconv, residual
+
+
+def arrange(
+    model: nn.Module, groups: list[Group], trace: Trace, *, attention: str, stages: int | None, paper_exclusions: bool
+) -> None:
+    """Name the family of each group and apply its options; a group that is left out gets the reason."""
+    residual.arrange(groups, paper_exclusions)
+    mbconv.arrange(groups, stages)
+    _attention.arrange(model, groups, trace, attention)
+
+
+def choose(groups: list[Group], attention: str) -> None:
+    """Where two groups want the same dimension of a layer (heads and their dims, say), keep one of them."""
+    taken: dict[tuple[str, str], Group] = {}
+    wanted = [g for g in groups if g.reason is None]
+    for group in sorted(wanted, key=lambda g: (-_attention.preference(g, attention), -g.size)):
+        rival = next((taken[m.module, m.role] for m in group.members if (m.module, m.role) in taken), None)
+        if rival is not None:
+            group.reason = f"another way to slice the same layers was chosen ({rival.size} units of {rival.name})"
+        else:
+            taken.update({(m.module, m.role): group for m in group.members})
+
+
+def adapt(model: nn.Module, groups: list[Group], made: dict[Group, Slice]) -> list[nn.Module]:
+    """Change what must change around the sliced layers; returns the modules touched."""
+    return _attention.adapt(model, groups, made)
