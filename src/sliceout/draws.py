@@ -69,6 +69,10 @@ def _join(found: list[Slice]) -> Slices:
         return families[0]
     joined = Slices([s for f in families for s in f], step=max(f.step for f in families))
     joined.drawn = max(f.drawn for f in families)
+    _rounds[joined] = _Round()
+    for f in families:
+        if f in _rounds:
+            _rounds[joined].stepped |= _rounds[f].stepped
     _held.clear()
     return joined
 
@@ -119,7 +123,7 @@ def unwatch(layer: nn.Module) -> None:
 @torch.compiler.disable
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     families = _families_in(optimizer)
-    if not families or _inside_another_step(optimizer):
+    if not families or _steps_running(optimizer) > 1:  # a subclass's step that calls its parent's runs hooks twice
         return
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         warnings.warn(
@@ -161,14 +165,14 @@ def _covers(optimizers: Iterable[Optimizer], family: Slices) -> bool:
 _STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__  # what runs hooks around every optimizer's step
 
 
-def _inside_another_step(optimizer: Optimizer) -> bool:
-    """Whether a subclass's ``step`` has called its parent's: torch then runs the hooks twice for one step."""
+def _steps_running(optimizer: Optimizer | None = None) -> int:
+    """How many calls of ``step`` (of this optimizer) we are inside of."""
     steps = 0
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        steps += frame.f_code is _STEP and frame.f_locals.get("self") is optimizer
+        steps += frame.f_code is _STEP and (optimizer is None or frame.f_locals.get("self") is optimizer)
         frame = frame.f_back
-    return steps > 1
+    return steps
 
 
 # -- noticing that nothing draws ---------------------------------------------------------------------------------------
@@ -190,7 +194,7 @@ def notice(family: Slices, weight: Tensor, forward: bool = True) -> None:
         return
     family.version = weight._version
     family.changes += 1
-    if family.changes == 3:
+    if family.changes == 3 and not _steps_running():  # LBFGS changes the weights many times in one step
         warnings.warn(
             "sliceout: this model is training, but its slices have never been redrawn: no torch.optim optimizer that "
             "holds its parameters has stepped. Call sliceout.draw_(model) after every step.",

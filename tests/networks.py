@@ -1,0 +1,130 @@
+"""Small networks written by hand with ``sliceout.nn``, and how the execution-mode tests look at them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sliceout import Slice
+from sliceout import nn as snn
+from sliceout.slices import starts_at, table
+
+
+def mlp(rate: float = 0.5, **settings: Any) -> nn.Sequential:
+    """Two sliced hidden layers; takes ``[n, 6]``."""
+    a, b = Slice(16, rate, **settings), Slice(12, rate, **settings)
+    return nn.Sequential(
+        snn.Linear(6, 16, out_slice=a),
+        nn.ReLU(),
+        snn.Linear(16, 12, in_slice=a, out_slice=b),
+        nn.Tanh(),
+        snn.Linear(12, 3, in_slice=b),
+    )
+
+
+def convnet(**settings: Any) -> nn.Sequential:
+    """Convolution, batch norm, depthwise convolution, flatten; takes ``[n, 3, 8, 8]``."""
+    a, b = Slice(16, 0.5, **settings), Slice(24, 0.25, **settings)
+    return nn.Sequential(
+        snn.Conv2d(3, 16, 3, padding=1, bias=False, out_slice=a),
+        snn.BatchNorm2d(16, slice=a),
+        nn.ReLU(),
+        snn.Conv2d(16, 16, 3, padding=1, groups=16, in_slice=a, out_slice=a),
+        nn.SiLU(),
+        snn.Conv2d(16, 24, 3, stride=2, in_slice=a, out_slice=b),
+        snn.BatchNorm2d(24, slice=b),
+        nn.ReLU(),
+        nn.MaxPool2d(3),
+        nn.Flatten(),
+        snn.Linear(24, 5, in_slice=b),
+    )
+
+
+class Norms(nn.Module):
+    """Layer norm, RMS norm, group norm and PReLU in one stack; takes ``[n, 6]``."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        a, groups = Slice(16, 0.5, **settings), Slice(4, 0.5, **settings)
+        self.up = snn.Linear(6, 16, out_slice=a)
+        self.layer_norm = snn.LayerNorm(16, slice=a)
+        self.prelu = snn.PReLU(16, slice=a)
+        self.across = snn.Linear(16, 12, in_slice=a, out_slice=groups.axis(inner=3))
+        self.group_norm = snn.GroupNorm(4, 12, slice=groups.axis(inner=3))
+        self.rms_norm = snn.RMSNorm(12, slice=groups.axis(inner=3))
+        self.down = snn.Linear(12, 3, in_slice=groups.axis(inner=3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.prelu(self.layer_norm(self.up(x)))
+        return self.down(self.rms_norm(self.group_norm(self.across(x)).tanh()))
+
+
+NETWORKS = {"mlp": (mlp, (6,)), "convnet": (convnet, (3, 8, 8)), "norms": (Norms, (6,))}
+"""By name: how to build one, and the shape of one sample."""
+
+
+def build(name: str, seed: int = 0, **settings: Any) -> nn.Module:
+    """The same weights at every call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return NETWORKS[name][0](**settings)
+
+
+def data(name: str, n: int = 8, seed: int = 1) -> Tensor:
+    shape = NETWORKS[name][1]
+    return torch.randn(n, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
+        torch.get_default_dtype()
+    )
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def train_step(model: nn.Module, x: Tensor, *optimizers: torch.optim.Optimizer) -> None:
+    loss_of(model, x).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# -- looking at slices without touching them (sliceout.slices would join them) -----------------------------------------
+
+
+def slices_in(model: nn.Module) -> list[Slice]:
+    return list(dict.fromkeys(s for m in model.modules() for s in getattr(m, "slices", ())))
+
+
+def starts(model: nn.Module) -> list[int]:
+    """The starts now, on the host; the ones on the device must be the same."""
+    found = slices_in(model)
+    assert [int(s.start) for s in found] == [s.start_on_host for s in found]
+    return [s.start_on_host for s in found]
+
+
+def step_of(model: nn.Module) -> int:
+    """How many draws the model has seen; all its slices must agree."""
+    (step,) = {s.family.step for s in slices_in(model)}
+    return step
+
+
+def starts_due(model: nn.Module, step: int) -> list[int]:
+    """What (seed, stream, step) say the starts are."""
+    return starts_at(step, table(slices_in(model))).tolist()
+
+
+def gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, p in model.named_parameters():
+        assert p.grad is not None, f"{name} received no gradient"
+        yield name, p.grad
+
+
+def assert_same_state(a: nn.Module, b: nn.Module) -> None:
+    """Bit for bit."""
+    ours, theirs = a.state_dict(), b.state_dict()
+    assert list(ours) == list(theirs)
+    for key, value in ours.items():
+        torch.testing.assert_close(value, theirs[key], rtol=0, atol=0, msg=lambda m, key=key: f"{key}: {m}")
