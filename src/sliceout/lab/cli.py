@@ -1,0 +1,104 @@
+"""The command line: each command is thin, checks what it is given and hands over to the module that does the work."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from . import LabError
+
+app = typer.Typer(help="SliceOut: train on one random contiguous slice of every layer.", no_args_is_help=True)
+
+
+@app.callback()
+def sliceout() -> None:
+    """SliceOut: train on one random contiguous slice of every layer."""
+
+
+@app.command()
+def demo(
+    full: Annotated[bool, typer.Option("--full", help="The whole FashionMNIST, if it is on this machine.")] = False,
+    data: Annotated[Path | None, typer.Option(help="Folder with its four files; implies --full.")] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="Passes over the data.", show_default="12, or 3 with --full")
+    ] = None,
+    rate: Annotated[float, typer.Option(help="Fraction of the hidden units that is dropped.")] = 0.5,
+    seed: Annotated[int, typer.Option(help="Of the weights, the batches and the slices.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for demo.png and demo.json.")] = Path("runs/demo"),
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Train a 784-2048-2048-2048-10 network without dropout, with dropout and with SliceOut, side by side."""
+    from rich.console import Console
+
+    from . import show
+    from .data import fashion_mnist
+    from .demo import Settings, schemes, steps_per_epoch, summary, train
+
+    whole = full or data is not None
+    settings = Settings(rate, (3 if whole else 12) if epochs is None else epochs, seed, device=_device(device))
+    settings.check()
+    images = fashion_mnist(full=whole, folder=data)
+    _make_folder(out)
+    console = Console(highlight=False)
+    contenders = schemes(settings, images.train[0].numel(), images.classes)
+    title = f"784-2048-2048-2048-10 on {images.name}, rate {rate}"
+    console.print(title)
+    steps = steps_per_epoch(len(images.train), settings.batch)
+    show.follow(train(contenders, images, settings), contenders, settings.epochs, steps, console)
+    result = summary(contenders, images, settings)
+    (out / "demo.json").write_text(json.dumps(result, indent=1) + "\n")
+    where = f"{result['machine']['device']}, {result['machine']['threads']} threads, torch {result['machine']['torch']}"
+    show.plot(contenders, f"{title}\n{where}", out / "demo.png")
+    console.print(show.table(contenders, where))
+    for note in show.notes(contenders):
+        console.print(note)
+    console.print(f"Plot: {out / 'demo.png'}   Numbers: {out / 'demo.json'}", soft_wrap=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code. What a user can put right is said plainly, without a traceback."""
+    try:
+        code: Any = app(arguments, prog_name="sliceout", standalone_mode=False)
+    except LabError as error:
+        return _fail(str(error), 1)
+    except typer.Exit as stop:
+        return stop.exit_code
+    except (typer.Abort, KeyboardInterrupt):
+        return _fail("stopped", 130)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # how typer's own usage errors are known, whichever click is inside
+            raise
+        return _fail(error.format_message(), 2)
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"sliceout: {message}", file=sys.stderr)
+    return code
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name not in ("auto", "cpu", "cuda"):
+        raise LabError(f"--device {name}: expected auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise LabError("--device cuda: this machine has no CUDA device that torch can use; try --device cpu")
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return name
+
+
+def _make_folder(path: Path) -> None:
+    """Before anything is trained: a result that cannot be saved is found out early."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / ".writable").touch()
+        (path / ".writable").unlink()
+    except OSError as error:
+        raise LabError(f"--out {path}: cannot write there ({error.strerror})") from error
