@@ -68,8 +68,8 @@ def store_(full: Tensor, small: Tensor, rows: Axis) -> None:
     if torch.compiler.is_compiling():
         full.copy_(reference.store(full, small, rows.slice.start, rows.geometry))
     elif full.device.type == "cpu":
-        if small.untyped_storage().data_ptr() != full.untyped_storage().data_ptr():  # a view has written through
-            cpu.put_(full, small, (rows.slice.start_on_host, rows.geometry))
+        if small._base is not full:  # a view has written through (torch.func's do not show their base: hence clone)
+            cpu.put_(full, small.clone(), (rows.slice.start_on_host, rows.geometry))
     else:
         torch.ops.sliceout.store_(full, small, rows.slice.start, rows.geometry)
 

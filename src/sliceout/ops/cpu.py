@@ -34,6 +34,11 @@ class Take(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return Put.apply(grad, ctx.full, ctx.row, ctx.col), None, None
 
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], full: Tensor, row: Cut, col: Cut) -> tuple[Tensor, int]:
+        small = Take.apply(full.movedim(in_dims[0], -1), row, col)  # behind the sliced dimensions, out of their way
+        return small, small.dim() - 1
+
 
 class Put(torch.autograd.Function):
     """The adjoint of :class:`Take`, and the other way round, so that second derivatives work."""
@@ -50,6 +55,14 @@ class Put(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return Take.apply(grad, ctx.row, ctx.col), None, None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], small: Tensor, like: Tensor, row: Cut, col: Cut
+    ) -> tuple[Tensor, int]:
+        like = like.unsqueeze(-1).expand(*like.shape, info.batch_size)
+        full = Put.apply(small.movedim(in_dims[0], -1), like, row, col)
+        return full, full.dim() - 1
 
 
 def take(full: Tensor, row: Cut, col: Cut) -> Tensor:
