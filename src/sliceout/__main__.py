@@ -14,9 +14,10 @@ def main() -> None:
 
         code = cli.main()
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in LAB_PACKAGES:
+        package = (error.name or "").partition(".")[0]
+        if package not in LAB_PACKAGES:
             raise
-        sys.exit(f"sliceout: the command line needs {error.name}, which is missing: pip install 'sliceout[lab]'")
+        sys.exit(f"sliceout: the command line needs {package}, which is missing: pip install 'sliceout[lab]'")
     sys.exit(code)
 
 

@@ -12,6 +12,8 @@ import typer
 
 from . import LabError
 
+INTERRUPTED = 130  # the exit code that shells use for it
+
 app = typer.Typer(help="SliceOut: train on one random contiguous slice of every layer.", no_args_is_help=True)
 
 
@@ -45,8 +47,9 @@ def demo(
     images = fashion_mnist(full=whole, folder=data)
     _make_folder(out)
     console = Console(highlight=False)
-    contenders = schemes(settings, images.train[0].numel(), images.classes)
-    title = f"784-2048-2048-2048-10 on {images.name}, rate {rate}"
+    widths = [images.train[0].numel(), *settings.hidden, images.classes]
+    contenders = schemes(settings, widths)
+    title = f"{'-'.join(map(str, widths))} on {images.name}, rate {rate}"
     console.print(title)
     steps = steps_per_epoch(len(images.train), settings.batch)
     show.follow(train(contenders, images, settings), contenders, settings.epochs, steps, console)
@@ -63,18 +66,18 @@ def demo(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. What a user can put right is said plainly, without a traceback."""
     try:
-        code: Any = app(arguments, prog_name="sliceout", standalone_mode=False)
+        result: Any = app(arguments, prog_name="sliceout", standalone_mode=False)
     except LabError as error:
         return _fail(str(error), 1)
-    except typer.Exit as stop:
-        return stop.exit_code
     except (typer.Abort, KeyboardInterrupt):
-        return _fail("stopped", 130)
+        result = INTERRUPTED
     except Exception as error:
         if not hasattr(error, "format_message"):  # how typer's own usage errors are known, whichever click is inside
             raise
         return _fail(error.format_message(), 2)
-    return code if isinstance(code, int) else 0
+    if result == INTERRUPTED:  # newer typers turn the interrupt into this
+        return _fail("stopped", INTERRUPTED)
+    return result if isinstance(result, int) else 0
 
 
 def _fail(message: str, code: int) -> int:

@@ -81,9 +81,8 @@ class Scheme:
         return next((a for t, a in reversed(self.curve) if t <= seconds), float("nan"))
 
 
-def schemes(settings: Settings, pixels: int, classes: int) -> list[Scheme]:
-    """The three contenders, with equal weights."""
-    widths = [pixels, *settings.hidden, classes]
+def schemes(settings: Settings, widths: Sequence[int]) -> list[Scheme]:
+    """The three contenders, networks of these widths from input to output with equal weights."""
     build = {
         NONE: lambda: mlp(widths),
         DROPOUT: lambda: mlp(widths, dropout=settings.rate),
