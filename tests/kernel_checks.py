@@ -12,6 +12,7 @@ import os
 import pytest
 import torch
 from hypothesis import given, settings
+
 from opcases import Case, cases, listed
 from sliceout import Slice
 from sliceout.ops import cpu, kernels, reference

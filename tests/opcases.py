@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
+
 from sliceout import Axis, Slice
 from sliceout.ops import cpu
-from torch import Tensor
 
 
 @dataclass

@@ -6,12 +6,13 @@ import contextlib
 
 import pytest
 import torch
-from conftest import devices
 from hypothesis import given, settings
+from torch import Tensor, nn
+
+from conftest import devices
 from opcases import Case, cases, listed
 from sliceout import Slice
 from sliceout.ops import cpu, library, reference, store_, take
-from torch import Tensor, nn
 
 IDS = [f"{i}-{'x'.join(map(str, c.shape))}-{c.layout}" for i, c in enumerate(listed())]
 every_listed = pytest.mark.parametrize("number", range(len(IDS)), ids=IDS)
