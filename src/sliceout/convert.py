@@ -14,11 +14,12 @@ from torch.utils._pytree import tree_leaves
 
 from . import inputs, recipes
 from .draws import slices as slices_of
-from .groups import Group, find_groups
-from .nn import Sliced, plain_, slice_
+from .groups import Group, find_groups, misaligned
+from .borrow import borrow_
+from .nn import Sliced, plain_, slice_, sliced_class
 from .report import Report, Row, measure
 from .slices import Axis, Slice, Slices, width_of
-from .trace import Where, meta_copy, trace
+from .trace import Trace, Where, meta_copy, trace
 
 Rate = float | Mapping[str, float] | Callable[[str], float | None] | None
 Filter = str | Iterable[str] | Callable[[nn.Module, str], bool] | None
@@ -80,13 +81,21 @@ def convert_(
         group.reason = group.reason or _filtered(group, filter, modules) or _frozen(group, modules)
         if group.reason is None:
             rates[group], group.reason = _rate_of(group, rate, modules, align)
-    recipes.choose(groups, attention)
+    recipes.choose(groups)
 
     def make(group: Group) -> Slice:
-        settings = {"norm": "none"} if group.contracted else {"norm": norm}
-        return Slice(group.size, rates[group], sampling=sampling, fold=fold, align=align, seed=seed, **settings)
+        read = bool(group.names("in"))  # queries and keys alone are not normalised: the temperature follows instead
+        return Slice(
+            group.size,
+            rates[group],
+            sampling=sampling,
+            norm=norm if read else "none",
+            fold="consumer" if group.contracted else fold,
+            align=align,
+            seed=seed,
+        )
 
-    plan = run.settle(groups, lambda shadow, chosen: _apply(shadow, chosen, make))
+    plan = run.settle(groups, lambda shadow, chosen: _apply(shadow, chosen, make), lambda g: make(g).width)
     if not plan:
         raise ValueError(_nothing(model, groups))
     before, after = measure(run, None), measure(run, lambda shadow: _apply(shadow, plan, make))
@@ -150,33 +159,35 @@ class DryRun:
         copied = meta_copy(self.model) if self.device == "meta" else copy.deepcopy(self.model)
         return copied.train()
 
-    def forward(self, shadow: nn.Module) -> tuple[list[Any], str | None, str]:
-        """Output shapes, or the module in which it failed and the message."""
-        with Where(shadow) as where, torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                output = shadow(*self.call[0], **self.call[1])
-            except Exception as error:
-                return [], where.failed or "", _first_line(error)
-        output = dict(output) if isinstance(output, dict) else output
-        return [t.shape for t in tree_leaves(output) if isinstance(t, Tensor)], None, ""
+    def attempt(self, apply: Callable[[nn.Module], Any]) -> tuple[Trace | None, str, str]:
+        """Trace a sliced copy; if its code fails, the module in which it did and the message."""
+        shadow = self.shadow()
+        apply(shadow)
+        where = Where(shadow)
+        try:
+            return trace(shadow, *self.call, where=where), "", ""
+        except Exception as error:
+            return None, where.failed or "", _first_line(error)
 
-    def settle(self, groups: list[Group], apply: Callable[[nn.Module, list[Group]], Any]) -> list[Group]:
-        """The groups with which the model's own code runs; the others get the reason why not."""
-        wanted, _, _ = self.forward(self.shadow())
+    def settle(
+        self, groups: list[Group], apply: Callable[[nn.Module, list[Group]], Any], width: Callable[[Group], int]
+    ) -> list[Group]:
+        """The groups with which the model's own code computes what it should; the others get the reason why not."""
+        model = self.shadow()
         chosen = [g for g in groups if g.reason is None]
         while chosen:
-            shadow = self.shadow()
-            apply(shadow, chosen)
-            shapes, failed, message = self.forward(shadow)
-            if failed is None and shapes == wanted:
+            tried, failed, message = self.attempt(lambda shadow: apply(shadow, chosen))  # noqa: B023
+            if tried is None:
+                for group in _nearest(chosen, failed):
+                    group.reason = f"{failed or 'the model'} cannot take it: {message}"
+            else:
+                for group in chosen:
+                    group.reason = misaligned(model, group, width(group), tried)
+                    group.reason = group.reason or recipes.refuses(group, width(group), self.trace, tried)
+            left = [g for g in chosen if g.reason is None]
+            if len(left) == len(chosen):
                 break
-            if failed is None:
-                failed, message = "", f"outputs of shapes {shapes} instead of {wanted}"
-            suspects = _nearest(chosen, failed)
-            for group in suspects:
-                group.reason = f"{failed or 'the model'} cannot take it: {message}"
-            chosen = [g for g in chosen if g.reason is None]
+            chosen = left
         return chosen
 
 
@@ -199,15 +210,20 @@ def _apply(model: nn.Module, groups: list[Group], make: Callable[[Group], Slice]
     modules = dict(model.named_modules())
     made = {g: make(g) for g in groups}
     roles: dict[str, dict[str, Axis]] = {}
+    dims: dict[str, int] = {}
     for group in groups:
         for m in group.members:
             roles.setdefault(m.module, {})[m.role] = made[group].axis(m.blocks, m.inner)
+            dims[m.module] = m.dim
         for name in group.dropouts:
             roles.setdefault(name, {})["unit"] = made[group].axis()
     done: list[nn.Module] = []
     try:
         for name, axes in roles.items():
-            slice_(modules[name], in_slice=axes.get("in"), out_slice=axes.get("out"), slice=axes.get("unit"))
+            if sliced_class(type(modules[name])) is None:
+                borrow_(modules[name], axes, dims[name])
+            else:
+                slice_(modules[name], in_slice=axes.get("in"), out_slice=axes.get("out"), slice=axes.get("unit"))
             done.append(modules[name])
         done += recipes.adapt(model, groups, made)
     except BaseException:

@@ -8,10 +8,12 @@ from typing import Any
 
 from torch import nn
 
+from .borrow import is_unitwise, mixing_base
 from .nn import _Conv, _Mixing, sliced_class
-from .trace import Atom, Trace, block, expand, identify
+from .trace import INPUT, Atom, Dim, Trace, Use, block, expand, identify
 
 RESIDUAL = "shared by a residual stream"
+RIVAL = "another way to slice the same layers was chosen"
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,8 @@ class Member:
     role: str
     blocks: int
     inner: int
+    dim: int = 1
+    """Dimension of the layer's input along which the units lie (told only for layers that borrow)."""
 
 
 @dataclass(eq=False)
@@ -33,7 +37,10 @@ class Group:
     members: list[Member]
     dropouts: list[str] = field(default_factory=list)
     contracted: list[str] = field(default_factory=list)
-    family: str = "generic"
+    batched: list[str] = field(default_factory=list)
+    family: str = "mlp"
+    reads_input: bool = False
+    """Whether a producer reads the input of the model: a stem."""
     reason: str | None = None
     """Why it was skipped; ``None`` if it can be sliced."""
 
@@ -49,41 +56,49 @@ def find_groups(model: nn.Module, trace: Trace) -> list[Group]:
         if use.module not in trace.calls and use.module:
             continue
         for dim, atoms in enumerate(use.dims):
-            role = _role(modules[use.module], use.key, dim)
+            role = _role(modules[use.module], use, dim, trace)
             if use.name in shared:
                 block([atoms], f"{use.name} is shared with {shared[use.name]}")
             elif role is None:
-                kind = type(modules[use.module]).__name__
-                block([atoms], f"{use.name} belongs to {kind}, which has no sliced form")
+                block([atoms], _no_form(modules[use.module], use))
             elif role == "out":
                 for atom in expand(atoms):
                     atom.produced = True
     _judge_adds(trace)
 
     found: dict[Atom, Group] = {}
+    stems: set[str] = set()
     for use in trace.uses:
         if use.module not in trace.calls:
             continue
         for dim, atoms in enumerate(use.dims):
-            role = _role(modules[use.module], use.key, dim)
+            role = _role(modules[use.module], use, dim, trace)
             if role is None:
                 continue
             flat = expand(atoms)
             for i, atom in enumerate(flat):
                 group = found.setdefault(atom, Group(use.module, atom.size, [], reason=atom.blocked))
-                group.contracted = atom.contracted
+                group.contracted = list(dict.fromkeys(atom.contracted))
+                group.batched = list(dict.fromkeys(atom.batched))
                 before, after = math.prod(a.size for a in flat[:i]), math.prod(a.size for a in flat[i + 1 :])
-                for member in _members(modules[use.module], use.module, role, before, atom.size, after):
+                where = _dim_of(atom, trace.inputs.get(use.module, []))
+                for member in _members(modules[use.module], use.module, role, before, atom.size, after, where):
                     if member not in group.members:
                         group.members.append(member)
     for name, dims in trace.dropouts.items():
         for atom in expand([a for dim in dims for a in dim]):
             if atom in found and name not in found[atom].dropouts:
                 found[atom].dropouts.append(name)
+    for use in trace.uses:
+        if use.module in trace.calls:
+            for dim, atoms in enumerate(use.dims):
+                if _role(modules[use.module], use, dim, trace) == "in" and any(a.blocked == INPUT for a in expand(atoms)):
+                    stems.add(use.module)
     groups = [g for g in found.values() if g.names("out") and (g.names("in") or g.contracted)]
     for group in groups:
         group.name = group.names("out")[0]
         group.family = _family(modules, group)
+        group.reads_input = bool(stems & set(group.names("out")))
         if group.reason is None and len({(m.module, m.role) for m in group.members}) < len(group.members):
             group.reason = "the same units lie twice along one dimension"
     return groups
@@ -111,38 +126,66 @@ def _shared_parameters(model: nn.Module) -> dict[str, str]:
     return shared
 
 
-def _role(module: nn.Module, key: str, dim: int) -> str | None:
+def _form(module: nn.Module) -> Any:
+    """The sliced class whose roles a layer has; ``None`` if it has none or treats units one by one."""
+    return sliced_class(type(module)) or mixing_base(type(module))
+
+
+def _role(module: nn.Module, use: Use, dim: int, trace: Trace) -> str | None:
     """What a dimension of a parameter is to its layer; ``None`` if the layer cannot be sliced."""
-    made: Any = sliced_class(type(module))
-    if made is None:
+    tensor = getattr(module, "_parameters", {}).get(use.key)
+    if tensor is not None and (type(tensor) is not nn.Parameter or not tensor.is_floating_point()):
         return None
-    if not issubclass(made, _Mixing):
-        return "unit"
-    if key == "bias":
+    made = _form(module)
+    if made is None or not issubclass(made, _Mixing):
+        whole = made is not None or (is_unitwise(module) and not _has_layers(module))
+        return "unit" if whole and dim < 2 else None
+    if sliced_class(type(module)) is None and use.key == "weight" and use.name not in trace.direct:
+        return None
+    if use.key == "bias":
         return "out"
-    if key != "weight":
+    if use.key != "weight":
         return None
     if dim > 1:
         return "kernel"
     return ("in", "out")[dim if made.transposed else 1 - dim]
 
 
-def _members(module: Any, name: str, role: str, before: int, size: int, after: int) -> list[Member]:
+def _has_layers(module: nn.Module) -> bool:
+    return any(p is not None for child in module.children() for p in child.parameters())
+
+
+def _no_form(module: nn.Module, use: Use) -> str:
+    kind = type(module).__name__
+    tensor = module._parameters.get(use.key)
+    if tensor is not None and (type(tensor) is not nn.Parameter or not tensor.is_floating_point()):
+        return f"{use.name} is stored as {type(tensor).__name__} of {tensor.dtype}, as quantised weights are"
+    if mixing_base(type(module)) is not None:
+        return f"{kind} computes its weight from {use.name}"
+    return f"{use.name} belongs to {kind}, which has no sliced form"
+
+
+def _dim_of(atom: Atom, dims: list[Dim]) -> int:
+    """Where a unit lies in an input; the channel dimension if it cannot be told."""
+    return next((i for i, dim in enumerate(dims) if atom in expand(dim)), 1)
+
+
+def _members(module: Any, name: str, role: str, before: int, size: int, after: int, dim: int) -> list[Member]:
     """The members that a parameter dimension ``[before, size, after]`` stands for."""
     if role == "kernel":
         return []
-    made: Any = sliced_class(type(module))
-    if issubclass(made, _Conv) and module.groups > 1:
+    made = _form(module)
+    if made is not None and issubclass(made, _Conv) and module.groups > 1:
         if role == "in":
             return [Member(name, "in", module.groups * before, after)]
         if before * size <= module.groups:  # whole groups: the units pass through
             per_input = module.in_channels // (before * size)
             return [Member(name, "in", before, per_input), Member(name, "out", before, after)]
-    return [Member(name, role, before, after)]
+    return [Member(name, role, before, after, dim if role == "unit" and made is None else 1)]
 
 
 def _family(modules: dict[str, nn.Module], group: Group) -> str:
-    if group.contracted:
+    if group.contracted or group.batched:
         return "attention"
     convs = [modules[n] for n in group.names("in") + group.names("out") if isinstance(modules[n], _CONVS)]
     if any(c.groups > 1 and c.groups == c.in_channels for c in convs):  # type: ignore[union-attr]
@@ -153,3 +196,37 @@ def _family(modules: dict[str, nn.Module], group: Group) -> str:
 
 
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def misaligned(model: nn.Module, group: Group, width: int, trace: Trace) -> str | None:
+    """Judge the trace of a sliced copy: why the kept units of a group do not meet, or ``None`` if they do.
+
+    Every layer of the group must have taken its part, and the parts must have been identified with each other, unit by
+    unit, by the code in between.
+    """
+    modules = dict(model.named_modules())
+    seen: dict[Atom, str] = {}
+    for m in group.members:
+        made = _form(modules[m.module])
+        if made is None or not issubclass(made, _Mixing):
+            continue
+        rows = m.role == "out"
+        grouped = issubclass(made, _Conv) and modules[m.module].groups > 1
+        if grouped and m.role == "in" and any(o.module == m.module and o.role == "out" for o in group.members):
+            continue  # whole groups: the rows stand for both
+        dim = (1 if rows else 0) if made.transposed else (0 if rows else 1)
+        taken = trace.takes.get((f"{m.module}.weight", dim))
+        if taken is None:
+            return f"{m.module} is not given sliced units: the code around it fixes their number"
+        blocks = 1 if grouped and m.role == "in" else m.blocks
+        flat, at = expand(taken), 1
+        for atom in flat:
+            if at == blocks and atom.size == width:
+                seen[atom] = m.module
+                break
+            at *= atom.size
+        else:
+            return f"the code around {m.module} reshapes the kept units by a fixed number"
+    if len(seen) > 1:
+        return f"the kept units of {' and '.join(list(seen.values())[:2])} do not meet"
+    return None

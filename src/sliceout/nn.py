@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import draws
-from .ops import store_, take
+from .ops import by_views, store_, take
 from .slices import Axis, Slice
 
 __all__ = [
@@ -186,9 +186,14 @@ class Linear(_Mixing, nn.Linear):
         out, into = self._started(), self._arrived("in", x.shape[-1])
         if out is None and into is None:
             return super().forward(x)
-        if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        if by_views(x):
             return _linear_by_views(x, self.weight, self.bias, out, into, self.transposed)
         return F.linear(x, *self._small(out, into, x))
+
+    def _parts(self, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """Weight and bias of this call; ``None`` if nothing is sliced."""
+        out, into = self._started(), self._arrived("in", x.shape[-1])
+        return None if out is None and into is None else self._small(out, into, x)
 
 
 class Conv1D(_Mixing, nn.Module):
@@ -211,7 +216,7 @@ class Conv1D(_Mixing, nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out, into = self._started(), self._arrived("in", x.shape[-1])
-        if x.device.type == "cpu" and not torch.compiler.is_compiling() and (out or into):
+        if by_views(x) and (out or into):
             return _linear_by_views(x, self.weight, self.bias, out, into, self.transposed)
         weight, bias = self._small(out, into, x)
         y = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)  # type: ignore[arg-type]  # as in transformers
@@ -237,20 +242,26 @@ class _Conv(_Mixing):
                     f"axis(blocks={self.groups}), or whole groups with one Slice({self.groups}) for input and output"
                 )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def _parts(self, x: Tensor) -> tuple[Tensor, Tensor | None, int] | None:
+        """Weight, bias and groups of this call; ``None`` if nothing is sliced."""
         into, groups = self._arrived("in", x.shape[1 - self.weight.dim()]), self.groups  # there may be no batch
         if groups > 1 and _whole_groups(self.axes, groups):
             if into is None:
-                return super().forward(x)  # type: ignore[misc]
+                return None
             whole, groups = self.axes["out"], into.blocks * into.slice.width
-            weight, bias = take(self.weight, whole), None if self.bias is None else take(self.bias, whole)
-        else:
-            out = self._started()
-            if out is None and into is None:
-                return super().forward(x)  # type: ignore[misc]
-            if into is not None and groups > 1:
-                into = into.slice.axis(inner=into.inner)  # every group holds its own columns
-            weight, bias = self._small(out, into, x)
+            return take(self.weight, whole), None if self.bias is None else take(self.bias, whole), groups
+        out = self._started()
+        if out is None and into is None:
+            return None
+        if into is not None and groups > 1:
+            into = into.slice.axis(inner=into.inner)  # every group holds its own columns
+        return *self._small(out, into, x), groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self._parts(x)
+        if parts is None:
+            return super().forward(x)  # type: ignore[misc]
+        weight, bias, groups = parts
         if self.padding_mode != "zeros":  # type: ignore[attr-defined]
             x = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode)  # type: ignore[attr-defined]
         padding = self.padding if self.padding_mode == "zeros" else 0  # type: ignore[attr-defined]
@@ -608,7 +619,7 @@ def plain_(module: nn.Module) -> nn.Module:
     if not isinstance(module, Sliced):
         raise TypeError(f"{type(module).__name__} is not sliced")
     plain: Any = type(module)._plain
-    if plain is nn.Module:
+    if plain is nn.Module or "_plain" not in vars(type(module)):  # a subclass of a sliced layer is more than that layer
         raise TypeError(f"{type(module).__name__} was made sliced and has no plain form to return to")
     draws.unwatch(module)
     del module.axes

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from .groups import Group
+from .groups import RIVAL, Group
 from .slices import Slice, Slices
-from .trace import Where
+from .trace import Guesses, Where
 
 
 @dataclass
@@ -55,7 +55,7 @@ def measure(run: Any, apply: Callable[[nn.Module], Any] | None) -> Cost:
                 cost.activations[name] = cost.activations.get(name, 0) + numel
 
         where.on_call.append(called)
-        with counter:
+        with Guesses(), counter:
             shadow(*run.call[0], **run.call[1])
     return cost
 
@@ -170,6 +170,8 @@ class Report:
             lines.append("left alone:")
             by_reason: dict[str, list[Row]] = {}
             for r in self.skipped:
+                if (r.reason or "").startswith(RIVAL):
+                    continue
                 by_reason.setdefault(_pattern(r.reason or ""), []).append(r)
             for reason, rows in by_reason.items():
                 names = [n for n, _ in _alike(rows)]
@@ -179,7 +181,7 @@ class Report:
 
 
 def _percent(fraction: float) -> str:
-    return f"{-100 * fraction:+.1f} %" if fraction else "0 %"
+    return f"{-100 * fraction:+.1f} %" if abs(fraction) >= 5e-4 else "0 %"
 
 
 def _pattern(text: str) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,9 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from .ops import without_views
+
+INPUT = "an input of the model"
 
 Dim = list["Atom"]
 """A dimension: the product of its atoms, slowest first. A dimension of size 1 has none."""
@@ -39,6 +43,8 @@ class Atom:
         self.blocked = blocked
         self.contracted: list[str] = []
         """Modules in which two activations are multiplied over these units, as queries and keys are."""
+        self.batched: list[str] = []
+        """Modules in which two activations are multiplied separately for each of these units, as heads are."""
         self.produced = False
         """Whether some layer writes these units (as its ``out`` dimension)."""
         self._parent: Atom | None = None
@@ -53,7 +59,7 @@ class Atom:
         """Make a root the product of ``left`` and the rest."""
         self._parts = [Atom(left, self.blocked), Atom(self.size // left, self.blocked)]
         for part in self._parts:
-            part.contracted, part.produced = list(self.contracted), self.produced
+            part.contracted, part.batched, part.produced = list(self.contracted), list(self.batched), self.produced
 
 
 def expand(dim: Dim) -> Dim:
@@ -99,6 +105,7 @@ def _merge(x: Atom, y: Atom) -> None:
         y._parent = x
         x.blocked = x.blocked or y.blocked
         x.contracted += y.contracted
+        x.batched += y.batched
         x.produced |= y.produced
 
 
@@ -121,8 +128,14 @@ class Trace:
     dropouts: dict[str, list[Dim]] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
     output_numel: dict[str, int] = field(default_factory=dict)
-    default_scale: set[str] = field(default_factory=set)
-    """Modules that call scaled_dot_product_attention without a scale: it takes the width of what it is given."""
+    direct: set[str] = field(default_factory=set)
+    """Weights that a convolution or product was given as they are, not something computed from them."""
+    inputs: dict[str, list[Dim]] = field(default_factory=dict)
+    """The dimensions of the first input of every module."""
+    scalars: dict[str, set[float]] = field(default_factory=dict)
+    """Numbers that tensors were multiplied or divided by, by module: the softmax temperature is among them."""
+    takes: dict[tuple[str, int], Dim] = field(default_factory=dict)
+    """In a sliced model: the dimensions of the small parameters, by full name and dimension."""
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
@@ -171,6 +184,18 @@ class Where:
             handle.remove()
 
 
+class Guesses(TorchDispatchMode):
+    """Answers a question about data that the meta device does not have: yes, or 0.
+
+    Code asks such questions to choose a path, mostly whether a mask is all ones. Both traces take the same path.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
+            return args[0].dtype == torch.bool or 0
+        return func(*args, **(kwargs or {}))
+
+
 class Tracer(TorchDispatchMode):
     """Follows the atoms through every ATen op of a forward pass."""
 
@@ -180,6 +205,7 @@ class Tracer(TorchDispatchMode):
         self.where = where
         self.dims: dict[int, list[Dim]] = {}
         self.alive: list[Tensor] = []  # ids stay unique only while the tensors live
+        self.names: dict[int, str] = {}
         self.parameters: set[int] = set()  # ids of parameters and of what was computed from them alone
         for name, module in model.named_modules(remove_duplicate=False):
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -188,6 +214,7 @@ class Tracer(TorchDispatchMode):
                 dims = self.new(tensor)
                 self.trace.uses.append(Use(f"{name}.{key}" if name else key, name, key, dims))
                 self.parameters.add(id(tensor))
+                self.names[id(tensor)] = self.trace.uses[-1].name
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
 
@@ -213,6 +240,8 @@ class Tracer(TorchDispatchMode):
     # -- dispatch ------------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return func(*args)
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1]
         rule = _RULES.get(name) or _RULES.get(name.rstrip("_"))
@@ -220,6 +249,10 @@ class Tracer(TorchDispatchMode):
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         if inputs and all(id(x) in self.parameters for x in inputs):
             self.parameters.update(id(y) for y in outputs)
+        if name.rstrip("_") in ("mul", "div", "baddbmm", "addmm"):
+            numbers = [v for v in (*args[1:], *(kwargs or {}).values()) if isinstance(v, (int, float))]
+            numbers += [t.item() for t in inputs if t.dim() == 0 and t.device.type == "cpu" and type(t) is Tensor]
+            self.trace.scalars.setdefault(self.where.here, set()).update(map(float, numbers))
         if rule is not None:
             bound = _bind(func, args, kwargs or {})
             rule(self, bound, inputs, outputs)
@@ -284,7 +317,8 @@ def _broadcast(t: Tracer, inputs: list[Tensor], y: Tensor) -> list[Dim]:
     return dims
 
 
-@rule("where", "masked_fill", "lerp", "addcmul", "addcdiv", "clamp_min", "clamp_max", "bernoulli", "copysign", "prelu",
+@rule("hardswish", "hardsigmoid", "hardtanh", "leaky_relu", "elu", "gelu", "silu", "mish", "relu6", "celu", "selu",
+      "softplus", "threshold", "log_sigmoid_forward", "softshrink", "hardshrink", "where", "masked_fill", "lerp", "addcmul", "addcdiv", "clamp_min", "clamp_max", "bernoulli", "copysign", "prelu",
       "_prelu_kernel", "rrelu_with_noise", "fill", "zero", "normal", "uniform", "random", "exponential")  # fmt: skip
 def pointwise(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
     for y in outputs:
@@ -357,11 +391,19 @@ def view(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tenso
 def permute(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
     dims = t.of(inputs[0])
     t.set(outputs[0], [dims[d] for d in a["dims"]])
+    _still(t, inputs[0], outputs[0])
 
 
 @rule("t", "numpy_T")
 def transpose_matrix(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
     t.set(outputs[0], list(t.of(inputs[0]))[::-1])
+    _still(t, inputs[0], outputs[0])
+
+
+def _still(t: Tracer, x: Tensor, y: Tensor) -> None:
+    """``y`` is the parameter ``x`` seen from another side."""
+    if id(x) in t.names:
+        t.names[id(y)] = t.names[id(x)]
 
 
 @rule("transpose")
@@ -370,6 +412,7 @@ def transpose(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[
     i, j = a["dim0"], a["dim1"]
     dims[i], dims[j] = dims[j], dims[i]
     t.set(outputs[0], dims)
+    _still(t, inputs[0], outputs[0])
 
 
 @rule("unsqueeze")
@@ -409,6 +452,8 @@ def convolution(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: lis
         block([xd[1], *wd], t.at("a transposed convolution has no sliced form yet"))
         t.new(y, t.at("comes out of a transposed convolution"))
         return
+    if id(w) in t.names:
+        t.trace.direct.add(t.names[id(w)])
     spatial: list[Dim] = [[Atom(n, "a position, not a unit")] if n > 1 else [] for n in y.shape[2:]]
     if groups == 1:
         identify(xd[1], wd[1])
@@ -448,6 +493,7 @@ def _head(dim: Dim, n: int) -> tuple[Dim | None, Dim]:
 def _contract(t: Tracer, x: Tensor, y: Tensor, xd: Dim, yd: Dim) -> None:
     """Two dimensions are multiplied and summed over."""
     identify(xd, yd)
+    t.trace.direct.update(t.names[id(p)] for p in (x, y) if id(p) in t.names)
     if id(x) not in t.parameters and id(y) not in t.parameters:
         for atom in expand(xd):
             atom.contracted.append(t.where.here)
@@ -489,11 +535,28 @@ def baddbmm(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Te
     _broadcast(t, [outputs[0], a["self"]], outputs[0])
 
 
+def _mark_batched(t: Tracer, dims: list[Dim]) -> None:
+    for dim in dims:
+        for atom in expand(dim):
+            atom.batched.append(t.where.here)
+
+
 def _batched(t: Tracer, x: Tensor, y: Tensor, out: Tensor) -> None:
     xd, yd = t.of(x), t.of(y)
     identify(xd[0], yd[0])
+    _mark_batched(t, xd[:1])
     _contract(t, x, y, xd[2], yd[1])
     t.set(out, [xd[0], xd[1], yd[2]])
+
+
+def _group_heads(t: Tracer, q: Dim, kv: Dim) -> None:
+    """Grouped queries: each head of keys and values serves a run of query heads."""
+    n = size(expand(kv))
+    head, _ = _head(q, n) if size(expand(q)) % n == 0 else (None, [])
+    if head is None:
+        block([q, kv], t.at("query heads do not divide among key heads"))
+    else:
+        identify(head, kv)
 
 
 @rule("scaled_dot_product_attention", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
@@ -506,7 +569,10 @@ def attention(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[
             if size(expand(q[d])) == size(expand(other[d])):
                 identify(q[d], other[d])
             else:
-                block([q[d], other[d]], t.at("grouped attention inside scaled_dot_product_attention"))
+                _group_heads(t, q[d], other[d])
+    _mark_batched(t, q[:-2])
+    scale = a.get("scale")
+    t.trace.scalars.setdefault(t.where.here, set()).add(a["query"].shape[-1] ** -0.5 if scale is None else scale)
     _contract(t, a["query"], a["key"], q[-1], k[-1])
     identify(k[-2], v[-2])
     block([q[-2], k[-2]], "a position, not a unit")
@@ -705,30 +771,41 @@ def pad(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor
     t.set(y, dims)
 
 
+@rule("take")
+def take(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    """``sliceout::take`` in the copy that is being tried: its parts are new units, noted by the parameter's name."""
+    full, small = a["full"], outputs[0]
+    dims: list[Dim] = [[Atom(n)] if n > 1 else [] for n in small.shape]
+    for d, geometry in enumerate((a["rows"], a["cols"])):
+        if geometry:
+            _, width, blocks, inner = geometry
+            dims[d] = [Atom(n) for n in (blocks, width, inner) if n > 1]
+            if id(full) in t.names:
+                t.trace.takes[t.names[id(full)], d] = dims[d]
+    t.parameters.add(id(small))
+    if id(full) in t.names:
+        t.names[id(small)] = t.names[id(full)]
+    t.set(small, dims)
+
+
+@rule("store_", "store")
+def store(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    """Writes statistics; nothing comes out."""
+
+
 # -- one forward pass --------------------------------------------------------------------------------------------------------
 
 
-class _Calls(TorchFunctionMode):
-    """Notes which modules leave the attention temperature to torch."""
-
-    def __init__(self, where: Where, found: set[str]) -> None:
-        super().__init__()
-        self.where, self.found = where, found
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.nn.functional.scaled_dot_product_attention and kwargs.get("scale") is None:
-            self.found.add(self.where.here)
-        return func(*args, **kwargs)
-
-
-def trace(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+def trace(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], where: Where | None = None) -> Trace:
     """Follow one training forward of a :func:`meta_copy` on meta inputs."""
-    with Where(shadow) as where, torch.no_grad():
+    with where or Where(shadow) as where, torch.no_grad(), without_views(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         tracer = Tracer(shadow, where)
 
         def called(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
             tracer.trace.calls[name] = tracer.trace.calls.get(name, 0) + 1
+            if inputs and isinstance(inputs[0], Tensor):
+                tracer.trace.inputs[name] = tracer.of(inputs[0])
             if isinstance(module, nn.modules.dropout._DropoutNd) and inputs and isinstance(inputs[0], Tensor):
                 tracer.trace.dropouts[name] = tracer.trace.dropouts.get(name, []) + tracer.of(inputs[0])
             if not any(True for _ in module.children()):
@@ -738,8 +815,8 @@ def trace(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
         where.on_call.append(called)
         for t in tree_leaves((args, kwargs)):
             if isinstance(t, Tensor):
-                tracer.new(t, "an input of the model")
-        with tracer, _Calls(where, tracer.trace.default_scale):
+                tracer.new(t, INPUT)
+        with Guesses(), tracer:
             output = shadow(*args, **kwargs)
     for t in tree_leaves(_plain(output)):
         if isinstance(t, Tensor):

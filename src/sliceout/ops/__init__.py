@@ -10,6 +10,8 @@ implementation, is answered here:
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +22,26 @@ from . import cpu, library, reference
 if TYPE_CHECKING:
     from ..slices import Axis
 
-__all__ = ["library", "store_", "take"]
+__all__ = ["by_views", "library", "store_", "take", "without_views"]
+
+
+_views = True
+
+
+def by_views(t: Tensor) -> bool:
+    """Whether slices of ``t`` are taken as views now: eagerly, on the CPU."""
+    return t.device.type == "cpu" and not torch.compiler.is_compiling() and _views
+
+
+@contextlib.contextmanager
+def without_views() -> Iterator[None]:
+    """Call the registered ops on the CPU too, so that a trace sees them."""
+    global _views
+    _views = False
+    try:
+        yield
+    finally:
+        _views = True
 
 
 def take(
@@ -47,8 +68,7 @@ def take(
             raise ValueError(
                 f"dimension {dim} of shape {tuple(full.shape)} does not match {axis}, which covers {axis.size}"
             )
-    compiling = torch.compiler.is_compiling()
-    if full.device.type == "cpu" and not compiling:
+    if by_views(full):
         return _take_view(full, rows, cols, scale_rows, scale_cols, dtype)
     args = (
         None if rows is None else rows.slice.start,
@@ -58,7 +78,7 @@ def take(
         rows.slice.scale if rows is not None and scale_rows else None,
         cols.slice.scale if cols is not None and scale_cols else None,
     )
-    if full.dim() == 1 and compiling:
+    if full.dim() == 1 and torch.compiler.is_compiling():
         return _TakeVector.apply(full, args[0], args[2], args[4], dtype)
     return torch.ops.sliceout.take(full, *args, dtype)
 
@@ -67,7 +87,7 @@ def store_(full: Tensor, small: Tensor, rows: Axis) -> None:
     """Write ``small`` over the kept entries of the vector ``full``, which gets no gradient."""
     if torch.compiler.is_compiling():
         full.copy_(reference.store(full, small, rows.slice.start, rows.geometry))
-    elif full.device.type == "cpu":
+    elif by_views(full):
         if small._base is not full:  # a view has written through (torch.func's do not show their base: hence clone)
             cpu.put_(full, small.clone(), (rows.slice.start_on_host, rows.geometry))
     else:

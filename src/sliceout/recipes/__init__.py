@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..groups import Group
+from ..groups import RIVAL, Group
 from ..slices import Slice
 from ..trace import Trace
 from . import attention as _attention
@@ -21,19 +21,19 @@ def arrange(
     model: nn.Module, groups: list[Group], trace: Trace, *, attention: str, stages: int | None, paper_exclusions: bool
 ) -> None:
     """Name the family of each group and apply its options; a group that is left out gets the reason."""
-    residual.arrange(groups, paper_exclusions)
     mbconv.arrange(groups, stages)
+    residual.arrange(groups, paper_exclusions)
     _attention.arrange(model, groups, trace, attention)
 
 
-def choose(groups: list[Group], attention: str) -> None:
+def choose(groups: list[Group]) -> None:
     """Where two groups want the same dimension of a layer (heads and their dims, say), keep one of them."""
     taken: dict[tuple[str, str], Group] = {}
     wanted = [g for g in groups if g.reason is None]
-    for group in sorted(wanted, key=lambda g: (-_attention.preference(g, attention), -g.size)):
+    for group in sorted(wanted, key=lambda g: -g.size):
         rival = next((taken[m.module, m.role] for m in group.members if (m.module, m.role) in taken), None)
         if rival is not None:
-            group.reason = f"another way to slice the same layers was chosen ({rival.size} units of {rival.name})"
+            group.reason = f"{RIVAL} ({rival.size} units of {rival.name})"
         else:
             taken.update({(m.module, m.role): group for m in group.members})
 
@@ -41,3 +41,8 @@ def choose(groups: list[Group], attention: str) -> None:
 def adapt(model: nn.Module, groups: list[Group], made: dict[Group, Slice]) -> list[nn.Module]:
     """Change what must change around the sliced layers; returns the modules touched."""
     return _attention.adapt(model, groups, made)
+
+
+def refuses(group: Group, width: int, before: Trace, after: Trace) -> str | None:
+    """What a recipe has against a group that was tried, judging by the traces of the full and the sliced model."""
+    return _attention.refuses(group, width, before, after)

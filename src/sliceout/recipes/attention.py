@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from ..groups import Group
+from ..groups import RIVAL, Group
 from ..nn import Sliced, adopt
 from ..slices import Slice
 from ..trace import Trace
@@ -29,44 +29,48 @@ SCALES = ("scale", "scaling", "softmax_scale", "attn_scale", "scale_factor", "no
 
 
 def arrange(model: nn.Module, groups: list[Group], trace: Trace, attention: str) -> None:
-    """Say which attention groups cannot be sliced in this mode."""
-    modules = dict(model.named_modules())
-    inside = [g for g in groups if g.contracted]
-    where = {name for g in inside for name in g.contracted}
+    """Sort the groups of attention layers by what they hold, and leave alone those of the other mode.
+
+    A group inside an attention layer holds queries and keys (contracted against each other), heads (each multiplied
+    by itself) or values (neither). A fused projection may make queries, keys and values one group.
+    """
+    homes = {name for g in groups for name in (*g.contracted, *g.batched)}
     for group in groups:
-        if not group.contracted and any(_around(m.module, where) for m in group.members) and group.family == "mlp":
+        layers = [m.module for m in group.members]
+        if group.family == "mlp" and any(n.startswith(h + ".") for n in layers for h in homes if h):
             group.family = "attention"
-    for group in groups:
         if group.family != "attention":
             continue
+        mode = "heads" if group.batched and not group.contracted else "dims"
         if attention == "off":
-            group.reason = group.reason or "attention='off'"
+            group.reason = "attention='off'"
+        elif mode != attention:
+            group.reason = f"{RIVAL}: attention={attention!r}"
+        elif group.contracted and group.reason is not None and _MIXED in group.reason:
+            group.reason = "queries and keys are rotated in pairs of dims (rotary embedding): left whole"
         elif group.contracted and group.reason is None:
-            names = set(group.contracted)
-            if not all(n in trace.default_scale or _scale_of(modules[n], group.size) for n in names):
-                group.reason = "no softmax temperature found that could follow the slice"
+            missing = [n for n in group.contracted if not _temperatures(trace, n, group.size)]
+            if missing:
+                group.reason = f"no softmax temperature found in {missing[0]} that could follow the slice"
 
 
-def _around(module: str, where: set[str]) -> bool:
-    return any(module.startswith(name + ".") for name in where)
+_MIXED = "concatenated with other units"
 
 
-def preference(group: Group, attention: str) -> int:
-    """Which of two ways to slice the same layers comes first."""
-    inside = bool(group.contracted)
-    return (2 if inside else 1) if attention == "dims" else (1 if inside else 2)
+def _temperatures(trace: Trace, module: str, size: int) -> list[float]:
+    """Exponents of the head size among the numbers that a module multiplies or divides by."""
+    return [
+        e for e in (-0.5, 0.5, -0.25, 0.25)
+        if any(math.isclose(value, size**e, rel_tol=1e-5) for value in trace.scalars.get(module, ()))
+    ]  # fmt: skip
 
 
-def _scale_of(module: nn.Module, size: int) -> dict[str, int]:
-    """Attributes that hold the temperature for heads of ``size``: name -> the exponent of the size."""
-    found = {}
-    for name in SCALES:
-        value = getattr(module, name, None)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            for exponent in (-0.5, 0.5):
-                if math.isclose(value, size**exponent, rel_tol=1e-6):
-                    found[name] = exponent
-    return found
+def refuses(group: Group, width: int, before: Trace, after: Trace) -> str | None:
+    """Queries and keys: the temperature must have become that of the sliced width."""
+    for name in group.contracted:
+        if _temperatures(before, name, group.size) != _temperatures(after, name, width):
+            return f"the softmax temperature of {name} does not follow the slice"
+    return None
 
 
 def adapt(model: nn.Module, groups: list[Group], made: dict[Group, Slice]) -> list[nn.Module]:
@@ -74,27 +78,12 @@ def adapt(model: nn.Module, groups: list[Group], made: dict[Group, Slice]) -> li
     modules = dict(model.named_modules())
     touched = []
     for group in groups:
-        if group.family != "attention":
-            continue
-        s = made[group]
-        homes = set(group.contracted) or {_home(group)}
-        for name in sorted(homes):
-            numbers = _numbers(modules[name], s, bool(group.contracted))
+        for name in group.contracted or group.batched:
+            numbers = _numbers(modules[name], made[group], bool(group.contracted))
             if numbers and not isinstance(modules[name], Sliced):
-                _follow(modules[name], s, numbers)
+                _follow(modules[name], made[group], numbers)
                 touched.append(modules[name])
     return touched
-
-
-def _home(group: Group) -> str:
-    """The closest module around all layers of a group."""
-    paths = [m.module.split(".")[:-1] for m in group.members]
-    common = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
-    return ".".join(common)
 
 
 def _numbers(module: nn.Module, s: Slice, inside: bool) -> dict[str, float]:
@@ -110,8 +99,10 @@ def _numbers(module: nn.Module, s: Slice, inside: bool) -> dict[str, float]:
         if isinstance(value, int) and value % s.size == 0:
             out[name] = value // s.size * s.width
     if inside:
-        for name, exponent in _scale_of(module, s.size).items():
-            out[name] = s.width**exponent
+        for name in SCALES:
+            for exponent in (-0.5, 0.5):
+                if isinstance(own.get(name), float) and math.isclose(own[name], s.size**exponent, rel_tol=1e-6):
+                    out[name] = s.width**exponent
     return out
 
 

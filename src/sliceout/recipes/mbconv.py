@@ -6,15 +6,21 @@ from ..groups import Group
 
 
 def arrange(groups: list[Group], stages: int | None) -> None:
-    """Keep the first ``stages`` stages only; a stage is what the model's own numbering calls one."""
-    if stages is None:
-        return
-    if stages < 1:
+    """Slice the expanded channels only, as the paper does, and only in the first ``stages`` stages.
+
+    A stage is what the model's own numbering calls one (``blocks.2``, ``features.4``).
+    """
+    if stages is not None and stages < 1:
         raise ValueError(f"stages={stages}: expected at least 1, or None for all")
-    mine = [g for g in groups if g.family == "mbconv"]
-    order = list(dict.fromkeys(_stage(g) for g in mine))
+    expanded = [g for g in groups if g.family == "mbconv" and not g.reads_input]
+    if not expanded:
+        return
     for group in groups:
-        if group not in mine or _stage(group) not in order[:stages]:
+        if group.family in ("conv", "mbconv") and group not in expanded:
+            group.reason = group.reason or "outside the expanded channels of the inverted bottlenecks"
+    kept = list(dict.fromkeys(_stage(g) for g in expanded))[:stages]
+    for group in groups:
+        if stages is not None and (group not in expanded or _stage(group) not in kept):
             group.reason = group.reason or f"not in the first {stages} stages"
 
 

@@ -6,19 +6,30 @@ from ..groups import RESIDUAL, Group
 
 
 def arrange(groups: list[Group], paper_exclusions: bool) -> None:
-    """Label groups whose consumers write into a residual stream; apply the paper's exclusions to them.
+    """Label the groups inside residual blocks, leave alone what lies outside them, apply the paper's exclusions.
 
     The paper turns SliceOut off in the first residual block of the network and in the last block of each stage.
     """
-    stream = {name for g in groups if g.reason == RESIDUAL for name in g.names("out")}
-    inside = [g for g in groups if g.family == "conv" and stream & set(g.names("in"))]
+    written = {name for g in groups if g.reason == RESIDUAL for name in g.names("out")}
+    outside = [g for g in groups if g.family == "conv"]
+    inside: list[Group] = []
+    while found := [g for g in outside if not g.reads_input and written & set(g.names("in"))]:
+        inside += found  # their consumers write into the stream, or into a group that does
+        written |= {name for g in found for name in g.names("out")}
+        outside = [g for g in outside if g not in found]
+    if not inside:
+        return
     for group in inside:
         group.family = "residual"
-    if not paper_exclusions:
-        return
+    for group in outside:
+        group.reason = group.reason or "outside the residual blocks: the stem and what joins the blocks stay whole"
+    if paper_exclusions:
+        _exclude(sorted(inside, key=groups.index))
+
+
+def _exclude(inside: list[Group]) -> None:
     blocks = list(dict.fromkeys(_block(g) for g in inside))
-    stage_of = {b: b.rpartition(".")[0] for b in blocks}
-    last = {stage: block for block, stage in stage_of.items()}
+    last = {b.rpartition(".")[0]: b for b in blocks}
     for group in inside:
         if _block(group) == blocks[0]:
             group.reason = group.reason or "first residual block (paper_exclusions)"
