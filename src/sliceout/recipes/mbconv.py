@@ -12,7 +12,7 @@ def arrange(groups: list[Group], stages: int | None) -> None:
     """
     if stages is not None and stages < 1:
         raise ValueError(f"stages={stages}: expected at least 1, or None for all")
-    expanded = [g for g in groups if g.family == "mbconv" and not g.reads_input]
+    expanded = [g for g in groups if g.family == "mbconv" and g.reason is None and not g.reads_input]
     if not expanded:
         return
     for group in groups:
