@@ -34,10 +34,10 @@ def convnet(**settings: Any) -> nn.Sequential:
         nn.ReLU(),
         snn.Conv2d(16, 16, 3, padding=1, groups=16, in_slice=a, out_slice=a),
         nn.SiLU(),
-        snn.Conv2d(16, 24, 3, stride=2, in_slice=a, out_slice=b),
+        snn.Conv2d(16, 24, 3, stride=2, bias=False, in_slice=a, out_slice=b),
         snn.BatchNorm2d(24, slice=b),
         nn.ReLU(),
-        nn.MaxPool2d(3),
+        nn.AvgPool2d(3),
         nn.Flatten(),
         snn.Linear(24, 5, in_slice=b),
     )

@@ -691,8 +691,7 @@ def loading_often(model, x):
     for _ in range(10):
         model.load_state_dict(saved)
         model.train()
-        with torch.no_grad():
-            model(x)
+        loss_of(model, x).backward()
         model.eval()
         model(x)
 

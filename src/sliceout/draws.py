@@ -181,7 +181,7 @@ def _steps_running(optimizer: Optimizer | None = None) -> int:
 def notice(family: Slices, weight: Tensor, forward: bool = True) -> None:
     """Called as long as ``family`` was never redrawn, before a training forward or at its end; warns if it trains.
 
-    A parameter counts its in-place changes. A few may be loading; more of them, each between two passes that want
+    A parameter counts its in-place changes. One or two may be surgery; more of them, each between two passes that want
     gradients, are optimizer steps that we did not see. Compiled passes run no Python: they are noticed at ``eval()``.
     """
     if not (weight.is_leaf and weight.requires_grad) or weight.is_inference():
@@ -189,7 +189,7 @@ def notice(family: Slices, weight: Tensor, forward: bool = True) -> None:
     if not (torch.is_grad_enabled() if forward else weight.grad is not None):
         return
     if family.witness is None:
-        family.witness, family.version = id(weight), weight._version
+        family.witness, family.version, family.changes = id(weight), weight._version, 0
     if family.witness != id(weight) or family.version == weight._version:
         return
     family.version = weight._version
