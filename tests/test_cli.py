@@ -54,7 +54,7 @@ def test_demo_from_end_to_end(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--rate", "1.5"], "--rate 1.5: expected 0 <= rate < 1"),
+        (["--rate", "1.5"], "--rate 1.5: expected 0 < rate < 1"),
         (["--rate", "half"], "Invalid value for '--rate'"),
         (["--rate", "0.9999"], "keeps 0.205 units"),
         (["--epochs", "0"], "--epochs 0: expected at least 1"),

@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import Slice, convert_
 from . import LabError, machine, memory
 from .data import Images
-from .models.mlp import mlp, sliced_mlp
+from .models.mlp import mlp
 
 NONE, DROPOUT, SLICEOUT = "no dropout", "dropout", "SliceOut"
 
@@ -39,8 +40,15 @@ class Settings:
         """Raises:
         LabError: naming the value, the rule and the way out.
         """
-        if not 0 <= self.rate < 1:
-            raise LabError(f"--rate {self.rate}: expected 0 <= rate < 1")
+        if not 0 < self.rate < 1:
+            raise LabError(f"--rate {self.rate}: expected 0 < rate < 1")
+        for width in self.hidden:
+            try:
+                kept = Slice(width, self.rate).width
+            except ValueError as error:  # none is kept
+                raise LabError(f"--rate {self.rate}: {error}") from error
+            if kept == width:
+                raise LabError(f"--rate {self.rate}: keeps all {width} units: choose a higher rate")
         if self.epochs < 1:
             raise LabError(f"--epochs {self.epochs}: expected at least 1")
         if not 0 <= self.seed < 2**32:
@@ -83,18 +91,13 @@ class Scheme:
 
 def schemes(settings: Settings, widths: Sequence[int]) -> list[Scheme]:
     """The three contenders, networks of these widths from input to output with equal weights."""
-    build = {
-        NONE: lambda: mlp(widths),
-        DROPOUT: lambda: mlp(widths, dropout=settings.rate),
-        SLICEOUT: lambda: sliced_mlp(widths, settings.rate, seed=settings.seed),
-    }
     made = []
-    for name, make in build.items():
+    for name in (NONE, DROPOUT, SLICEOUT):
         torch.manual_seed(settings.seed)
-        try:
-            model = make().to(settings.device)
-        except ValueError as error:  # a rate that keeps no unit at all, say
-            raise LabError(str(error)) from error
+        model = mlp(widths, dropout=0.0 if name == NONE else settings.rate)
+        if name == SLICEOUT:
+            convert_(model, settings.rate, seed=settings.seed)  # the very network with dropout, by one call
+        model.to(settings.device)
         made.append(Scheme(name, model, torch.optim.Adam(model.parameters(), lr=settings.lr)))
     return made
 

@@ -1,0 +1,35 @@
+# Everything that setting up, trying and testing takes. `make help` lists the targets.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.installed
+PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(READY)  ## set up, then train three networks side by side (two minutes on two cores)
+	$(BIN)/sliceout demo
+
+test: lint  ## set up, then check style and types and run all tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+lint: $(READY)  ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:  ## remove the environment and all caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	find src tests benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and by its exact version: asked for in any other way, pip may fetch another build of it.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0])'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) "$$(grep '^torch==' constraints.txt)"
+	$(PIP) -e ".[lab,test]"
+	touch $@

@@ -1,0 +1,117 @@
+"""A training step of the paper's 784-2048-2048-2048-10 network on the CPU: dropout, nothing, narrow, SliceOut.
+
+    python benchmarks/mlp_cpu.py            measure, print the table, write results/mlp-cpu.json
+    python benchmarks/mlp_cpu.py --table    print the table of the committed file again
+
+Eager, float32, stock Adam, batch 256, two threads. All networks live in one process and take turns step by step, in an
+order shuffled anew each round, so that other load on the machine falls on all alike. ``narrow`` is a plain network of
+half the width, the floor for any method that computes half of the units.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import sliceout
+from sliceout.lab import machine, memory
+from sliceout.lab.models.mlp import mlp
+
+RESULT = Path(__file__).parents[1] / "results" / "mlp-cpu.json"
+RATE, BATCH, THREADS, WIDTHS = 0.5, 256, 2, (784, 2048, 2048, 2048, 10)
+NARROW = tuple(int(w * (1 - RATE)) if w == 2048 else w for w in WIDTHS)
+LABELS = {
+    "dropout": "`nn.Dropout(0.5)`",
+    "none": "no dropout",
+    "narrow": "narrow: a plain network of width 1024",
+    "circular": "SliceOut, circular (default)",
+    "window-flow": "SliceOut, window, flow norm",
+    "window-probabilistic": "SliceOut, window, probabilistic norm",
+}
+
+
+class Contender:
+    """One network with its optimizer, and the times of its steps."""
+
+    def __init__(self, name: str) -> None:
+        torch.manual_seed(0)
+        if name == "dropout":
+            self.model = mlp(WIDTHS, dropout=RATE)
+        else:
+            self.model = mlp(NARROW if name == "narrow" else WIDTHS)
+        if name == "circular":
+            sliceout.convert_(self.model, RATE)
+        elif name.startswith("window"):
+            sliceout.convert_(self.model, RATE, sampling="window", norm=name.removeprefix("window-"))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4)
+        self.seconds: list[float] = []
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        F.cross_entropy(self.model(x), y).backward()
+        self.optimizer.step()
+
+
+def measure(rounds: int, warmup: int) -> dict[str, Any]:
+    """Let all take turns and collect medians and quartiles."""
+    torch.set_num_threads(THREADS)
+    contenders = {name: Contender(name) for name in LABELS}
+    x, y = torch.rand(BATCH, WIDTHS[0]), torch.randint(WIDTHS[-1], (BATCH,))
+    load = os.getloadavg()[0]
+    for i in range(warmup + rounds):
+        for c in random.Random(i).sample(list(contenders.values()), len(contenders)):
+            start = time.perf_counter()
+            c.step(x, y)
+            if i >= warmup:
+                c.seconds.append(time.perf_counter() - start)
+    rows = {}
+    for name, c in contenders.items():
+        low, median, high = (1000 * q for q in statistics.quantiles(c.seconds, n=4))
+        peak = memory.peak_of_step(c.model, c.optimizer, lambda c=c: c.step(x, y))
+        rows[name] = {"ms": median, "ms_quartiles": [low, high], "peak_bytes_of_step": peak}
+    return {
+        "what": "784-2048-2048-2048-10 ReLU, rate 0.5, batch 256, float32, eager, torch.optim.Adam; median step",
+        "rounds": rounds,
+        "load_before": load,
+        "machine": machine.describe(torch.device("cpu")),
+        "steps": rows,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as a Markdown table."""
+    steps = result["steps"]
+    lines = ["| network | ms per step (quartiles) | of dropout | peak memory of the step |", "|---|---|---|---|"]
+    for name, label in LABELS.items():
+        row = steps[name]
+        low, high = row["ms_quartiles"]
+        share = row["ms"] / steps["dropout"]["ms"]
+        peak = row["peak_bytes_of_step"] / 1e6
+        lines.append(f"| {label} | {row['ms']:.1f} ({low:.1f} to {high:.1f}) | {share:.0%} | {peak:.0f} MB |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", action="store_true", help="only print the table of the committed result")
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    args = parser.parse_args()
+    if not args.table:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(measure(args.rounds, args.warmup), indent=1) + "\n")
+    print(table(json.loads(args.out.read_text())))
+
+
+if __name__ == "__main__":
+    main()
