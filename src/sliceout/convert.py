@@ -14,11 +14,12 @@ from torch.utils._pytree import tree_leaves
 
 from . import inputs, recipes
 from .draws import slices as slices_of
-from .groups import Group, find_groups, misaligned
+from .groups import Group, find_groups, misaligned, part_together
 from .borrow import borrow_
+from .multihead import attend_
 from .nn import Sliced, plain_, slice_, sliced_class
 from .report import Report, Row, measure
-from .slices import Axis, Slice, Slices, width_of
+from .slices import Axis, Joint, Slice, Slices, width_of
 from .trace import Trace, Where, meta_copy, trace
 
 Rate = float | Mapping[str, float] | Callable[[str], float | None] | None
@@ -81,10 +82,12 @@ def convert_(
         group.reason = group.reason or _filtered(group, filter, modules) or _frozen(group, modules)
         if group.reason is None:
             rates[group], group.reason = _rate_of(group, rate, modules, align)
+    part_together(groups)
     recipes.choose(groups)
+    part_together(groups)
 
     def make(group: Group) -> Slice:
-        read = bool(group.names("in"))  # queries and keys alone are not normalised: the temperature follows instead
+        read = not {m.role for m in group.members} <= {"out", "qk"}  # queries and keys alone are not normalised: the temperature follows instead
         return Slice(
             group.size,
             rates[group],
@@ -184,6 +187,7 @@ class DryRun:
                 for group in chosen:
                     group.reason = misaligned(model, group, width(group), tried)
                     group.reason = group.reason or recipes.refuses(group, width(group), self.trace, tried)
+            part_together(chosen)
             left = [g for g in chosen if g.reason is None]
             if len(left) == len(chosen):
                 break
@@ -209,18 +213,25 @@ def _apply(model: nn.Module, groups: list[Group], make: Callable[[Group], Slice]
     """Slice the layers of ``groups``; returns the slices by group."""
     modules = dict(model.named_modules())
     made = {g: make(g) for g in groups}
-    roles: dict[str, dict[str, Axis]] = {}
+    parts: dict[tuple[str, str], dict[int, Axis]] = {}
     dims: dict[str, int] = {}
     for group in groups:
         for m in group.members:
-            roles.setdefault(m.module, {})[m.role] = made[group].axis(m.blocks, m.inner)
+            parts.setdefault((m.module, m.role), {})[m.offset] = made[group].axis(m.blocks, m.inner)
             dims[m.module] = m.dim
+    roles: dict[str, dict[str, Axis | Joint]] = {}
+    for (name, role), sections in parts.items():
+        axes = [sections[offset] for offset in sorted(sections)]
+        roles.setdefault(name, {})[role] = axes[0] if len(axes) == 1 else Joint(tuple(axes))
+    for group in groups:
         for name in group.dropouts:
             roles.setdefault(name, {})["unit"] = made[group].axis()
     done: list[nn.Module] = []
     try:
         for name, axes in roles.items():
-            if sliced_class(type(modules[name])) is None:
+            if isinstance(modules[name], nn.MultiheadAttention):
+                attend_(modules[name], axes)
+            elif sliced_class(type(modules[name])) is None:
                 borrow_(modules[name], axes, dims[name])
             else:
                 slice_(modules[name], in_slice=axes.get("in"), out_slice=axes.get("out"), slice=axes.get("unit"))

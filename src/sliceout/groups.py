@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -26,6 +26,8 @@ class Member:
     inner: int
     dim: int = 1
     """Dimension of the layer's input along which the units lie (told only for layers that borrow)."""
+    offset: int = 0
+    """Where the units begin along the layer's dimension: not 0 for a part of a fused projection."""
 
 
 @dataclass(eq=False)
@@ -43,6 +45,8 @@ class Group:
     """Whether a producer reads the input of the model: a stem."""
     reason: str | None = None
     """Why it was skipped; ``None`` if it can be sliced."""
+    partner: Group | None = None
+    """The other part of a fused projection: both are sliced or neither."""
 
     def names(self, role: str) -> list[str]:
         return [m.module for m in self.members if m.role == role]
@@ -94,6 +98,10 @@ def find_groups(model: nn.Module, trace: Trace) -> list[Group]:
             for dim, atoms in enumerate(use.dims):
                 if _role(modules[use.module], use, dim, trace) == "in" and any(a.blocked == INPUT for a in expand(atoms)):
                     stems.add(use.module)
+    for atom, group in list(found.items()):
+        fused = _fused(modules, group, atom, trace)
+        if fused is not None:
+            found[atom], found[Atom(atom.size)] = fused
     groups = [g for g in found.values() if g.names("out") and (g.names("in") or g.contracted)]
     for group in groups:
         group.name = group.names("out")[0]
@@ -102,6 +110,34 @@ def find_groups(model: nn.Module, trace: Trace) -> list[Group]:
         if group.reason is None and len({(m.module, m.role) for m in group.members}) < len(group.members):
             group.reason = "the same units lie twice along one dimension"
     return groups
+
+
+def _fused(modules: dict[str, nn.Module], group: Group, atom: Atom, trace: Trace) -> tuple[Group, Group] | None:
+    """Split a fused ``[q, k, v] x heads x dims`` projection in two: queries with keys, and values with their reader."""
+    if not group.contracted or len(group.names("out")) != 1 or len(group.names("in")) != 1 or group.reason:
+        return None
+    wide, narrow = ([m for m in group.members if m.role == role][0] for role in ("out", "in"))  # noqa: RUF015
+    rows, cols = (_weight_dim(modules, m, trace) for m in (wide, narrow))
+    if rows is None or cols is None or rows[0].size != 3 or rows[1:] != cols:
+        return None
+    heads, length = narrow.blocks, wide.blocks // 3 * atom.size * wide.inner
+    queries = replace(group, members=[replace(wide, blocks=2 * heads)])
+    values = replace(group, members=[replace(wide, blocks=heads, offset=2 * length), narrow], contracted=[], batched=[])
+    queries.partner, values.partner = values, queries
+    return queries, values
+
+
+def part_together(groups: list[Group]) -> None:
+    """Skip the partners of skipped groups."""
+    for group in groups:
+        if group.reason is None and group.partner is not None:
+            group.reason = group.partner.reason
+
+
+def _weight_dim(modules: dict[str, nn.Module], member: Member, trace: Trace) -> Dim | None:
+    made = _form(modules[member.module])
+    dim = int((member.role == "in") != made.transposed)
+    return next((expand(u.dims[dim]) for u in trace.uses if u.name == f"{member.module}.weight"), None)
 
 
 def _judge_adds(trace: Trace) -> None:
@@ -215,7 +251,7 @@ def misaligned(model: nn.Module, group: Group, width: int, trace: Trace) -> str 
         if grouped and m.role == "in" and any(o.module == m.module and o.role == "out" for o in group.members):
             continue  # whole groups: the rows stand for both
         dim = (1 if rows else 0) if made.transposed else (0 if rows else 1)
-        taken = trace.takes.get((f"{m.module}.weight", dim))
+        taken = trace.takes.get((f"{m.module}.weight", dim, m.offset))
         if taken is None:
             return f"{m.module} is not given sliced units: the code around it fixes their number"
         blocks = 1 if grouped and m.role == "in" else m.blocks

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from . import draws
 from .ops import by_views, store_, take
-from .slices import Axis, Slice
+from .slices import Axis, Joint, Slice
 
 __all__ = [
     "BatchNorm1d",
@@ -70,7 +70,7 @@ class Sliced:
 
     @property
     def slices(self) -> list[Slice]:
-        return list({id(a.slice): a.slice for a in self.axes.values()}.values())
+        return list(dict.fromkeys(s for a in self.axes.values() for s in a.slices))
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         module = super()._apply(*args, **kwargs)  # type: ignore[misc]
@@ -108,14 +108,19 @@ class Sliced:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
         metadata = getattr(destination, "_metadata", None)  # beside the keys: an unconverted model loads them as ever
         if metadata is not None:
-            metadata[prefix[:-1]]["sliceout"] = {role: draws.position(a.slice) for role, a in self.axes.items()}
+            metadata[prefix[:-1]]["sliceout"] = {
+                role: [draws.position(s) for s in a.slices] for role, a in self.axes.items()
+            }
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[misc]
         self._place()  # assign=True may have brought parameters of another device
-        for role, position in local_metadata.get("sliceout", {}).items():
+        for s in self.slices:
+            s.family.witness = None  # loading is not training: see draws.notice
+        for role, positions in local_metadata.get("sliceout", {}).items():
             if role in self.axes:
-                draws.seek(self.axes[role].slice, position)
+                for s, position in zip(self.axes[role].slices, positions, strict=False):
+                    draws.seek(s, position)
 
     def extra_repr(self) -> str:
         axes = ", ".join(f"{_argument(role)}={a}" for role, a in self.axes.items())
@@ -633,7 +638,7 @@ def _argument(role: str) -> str:
 
 def _axes(given: dict[str, Any]) -> dict[str, Axis]:
     for role, s in given.items():
-        if not isinstance(s, Slice | Axis | None):
+        if not isinstance(s, Slice | Axis | Joint | None):
             raise TypeError(f"{_argument(role)}={s!r}: expected a Slice, or an Axis from Slice.axis")
     return {role: s.axis() if isinstance(s, Slice) else s for role, s in given.items() if s is not None}
 

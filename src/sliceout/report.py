@@ -192,7 +192,7 @@ def _alike(rows: list[Row]) -> list[tuple[str, list[Row]]]:
     """Rows that differ only in a layer number become one line."""
     found: dict[Any, list[Row]] = {}
     for r in rows:
-        key = (_pattern(r.name), r.group.size, r.slice.width if r.slice else r.reason and _pattern(r.reason))
+        key = (_pattern(r.name), r.group.size, bool(r.group.names("in")), r.slice.width if r.slice else r.reason and _pattern(r.reason))
         found.setdefault(key, []).append(r)
     return [(f"{key[0]} x{len(same)}" if len(same) > 1 else same[0].name, same) for key, same in found.items()]
 

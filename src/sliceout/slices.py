@@ -190,9 +190,49 @@ class Axis:
         block = torch.arange(self.blocks, device="cpu")[:, None, None] * s.size
         return ((block + s.kept[:, None]) * self.inner + torch.arange(self.inner, device="cpu")).flatten()
 
+    @property
+    def slices(self) -> list[Slice]:
+        return [self.slice]
+
     def __repr__(self) -> str:
         tile = "".join(f", {n}={v}" for n, v in (("blocks", self.blocks), ("inner", self.inner)) if v > 1)
         return f"{self.slice}{tile}"
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Axes one after the other along a dimension: the parts of a fused projection, each with a slice of its own."""
+
+    parts: tuple[Axis, ...]
+
+    @property
+    def slice(self) -> Slice:
+        """The first one: all parts are sliced or none."""
+        return self.parts[0].slice
+
+    @property
+    def slices(self) -> list[Slice]:
+        return [a.slice for a in self.parts]
+
+    @property
+    def size(self) -> int:
+        return sum(a.size for a in self.parts)
+
+    @property
+    def width(self) -> int:
+        return sum(a.width for a in self.parts)
+
+    @property
+    def kept(self) -> Tensor:
+        """Indices along the dimension that are kept now."""
+        offset, out = 0, []
+        for a in self.parts:
+            out.append(a.kept + offset)
+            offset += a.size
+        return torch.cat(out)
+
+    def __repr__(self) -> str:
+        return " + ".join(map(repr, self.parts))
 
 
 class Slices:

@@ -134,8 +134,8 @@ class Trace:
     """The dimensions of the first input of every module."""
     scalars: dict[str, set[float]] = field(default_factory=dict)
     """Numbers that tensors were multiplied or divided by, by module: the softmax temperature is among them."""
-    takes: dict[tuple[str, int], Dim] = field(default_factory=dict)
-    """In a sliced model: the dimensions of the small parameters, by full name and dimension."""
+    takes: dict[tuple[str, int, int], Dim] = field(default_factory=dict)
+    """In a sliced model: the dimensions of the small parameters, by full name, dimension and offset."""
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
@@ -206,6 +206,7 @@ class Tracer(TorchDispatchMode):
         self.dims: dict[int, list[Dim]] = {}
         self.alive: list[Tensor] = []  # ids stay unique only while the tensors live
         self.names: dict[int, str] = {}
+        self.offsets: dict[int, int] = {}  # of parts of parameters
         self.parameters: set[int] = set()  # ids of parameters and of what was computed from them alone
         for name, module in model.named_modules(remove_duplicate=False):
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -654,11 +655,33 @@ def reduce(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Ten
             t.set(y, [d for i, d in enumerate(dims) if i not in over])
 
 
+def _cat_parts(t: Tracer, parts: list[Tensor], y: Tensor, at: int) -> bool:
+    """Parts of a fused parameter put together again: equal sections of one product, if their sizes allow."""
+    unit = min((t.of(x)[at] for x in parts), key=lambda d: size(expand(d)))
+    if any(size(expand(t.of(x)[at])) % size(expand(unit)) for x in parts):
+        return False
+    for x in parts:
+        section = t.of(x)[at]
+        head, rest = _head(section, size(expand(section)) // size(expand(unit)))
+        if head is None:
+            return False
+        identify(rest, unit)
+        for i in range(y.dim()):
+            if i != at:
+                identify(t.of(x)[i], t.of(parts[0])[i])
+    dims = list(t.of(parts[0]))
+    dims[at] = [Atom(y.shape[at] // size(expand(unit))), *unit]
+    t.set(y, dims)
+    return True
+
+
 @rule("cat", "concat")
 def cat(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
     y, at = outputs[0], a["dim"] % outputs[0].dim()
     parts = [x for x in inputs if x.dim() == y.dim()]
     dims = list(t.of(parts[0]))
+    if all(id(x) in t.parameters for x in parts) and _cat_parts(t, parts, y, at):
+        return
     for x in parts:
         block([t.of(x)[at]], t.at("concatenated with other units"))
         for i in range(y.dim()):
@@ -717,6 +740,9 @@ def partial(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Te
         return unknown(t, "unfold", inputs, outputs)
     if id(y) in t.dims:
         return
+    if id(x) in t.names and len(inputs) == 1:  # a part of a fused parameter, about to be taken
+        t.offsets[id(y)] = a.get("start") or 0
+        _still(t, x, y)
     if y.shape[at] != x.shape[at] or len(inputs) > 1:
         block([dims[at]], t.at("used by position (indexing)"))
         dims[at] = [Atom(y.shape[at], t.at("used by position (indexing)"))] if y.shape[at] > 1 else []
@@ -781,10 +807,9 @@ def take(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tenso
             _, width, blocks, inner = geometry
             dims[d] = [Atom(n) for n in (blocks, width, inner) if n > 1]
             if id(full) in t.names:
-                t.trace.takes[t.names[id(full)], d] = dims[d]
+                t.trace.takes[t.names[id(full)], d, t.offsets.get(id(full), 0)] = dims[d]
     t.parameters.add(id(small))
-    if id(full) in t.names:
-        t.names[id(small)] = t.names[id(full)]
+    _still(t, full, small)
     t.set(small, dims)
 
 

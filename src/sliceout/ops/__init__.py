@@ -20,7 +20,7 @@ from torch import Tensor
 from . import cpu, library, reference
 
 if TYPE_CHECKING:
-    from ..slices import Axis
+    from ..slices import Axis, Joint
 
 __all__ = ["by_views", "library", "store_", "take", "without_views"]
 
@@ -46,8 +46,8 @@ def without_views() -> Iterator[None]:
 
 def take(
     full: Tensor,
-    rows: Axis | None = None,
-    cols: Axis | None = None,
+    rows: Axis | Joint | None = None,
+    cols: Axis | Joint | None = None,
     *,
     scale_rows: bool = False,
     scale_cols: bool = False,
@@ -63,6 +63,8 @@ def take(
     """
     if rows is None and cols is None:
         return full if dtype is None else full.to(dtype)
+    if hasattr(rows, "parts") or hasattr(cols, "parts"):
+        return _take_parts(full, rows, cols, scale_rows=scale_rows, scale_cols=scale_cols, dtype=dtype)
     for dim, axis in enumerate((rows, cols)):
         if axis is not None and full.shape[dim] != axis.size:
             raise ValueError(
@@ -81,6 +83,17 @@ def take(
     if full.dim() == 1 and torch.compiler.is_compiling():
         return _TakeVector.apply(full, args[0], args[2], args[4], dtype)
     return torch.ops.sliceout.take(full, *args, dtype)
+
+
+def _take_parts(full: Tensor, rows: Any, cols: Any, **settings: Any) -> Tensor:
+    """Fused projections: each part of a ``Joint`` axis is taken by its own slice."""
+    dim, joint = (0, rows) if hasattr(rows, "parts") else (1, cols)
+    taken, offset = [], 0
+    for part in joint.parts:
+        section = full.narrow(dim, offset, part.size)
+        taken.append(take(section, *((part, cols) if dim == 0 else (rows, part)), **settings))
+        offset += part.size
+    return torch.cat(taken, dim)
 
 
 def store_(full: Tensor, small: Tensor, rows: Axis) -> None:

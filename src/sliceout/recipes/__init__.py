@@ -28,14 +28,18 @@ def arrange(
 
 def choose(groups: list[Group]) -> None:
     """Where two groups want the same dimension of a layer (heads and their dims, say), keep one of them."""
-    taken: dict[tuple[str, str], Group] = {}
+    taken: dict[tuple[str, str, int], Group] = {}
     wanted = [g for g in groups if g.reason is None]
     for group in sorted(wanted, key=lambda g: -g.size):
-        rival = next((taken[m.module, m.role] for m in group.members if (m.module, m.role) in taken), None)
+        rival = next((taken[key] for key in _wants(group) if key in taken), None)
         if rival is not None:
             group.reason = f"{RIVAL} ({rival.size} units of {rival.name})"
         else:
-            taken.update({(m.module, m.role): group for m in group.members})
+            taken.update(dict.fromkeys(_wants(group), group))
+
+
+def _wants(group: Group) -> list[tuple[str, str, int]]:
+    return [(m.module, m.role, m.offset) for m in group.members]
 
 
 def adapt(model: nn.Module, groups: list[Group], made: dict[Group, Slice]) -> list[nn.Module]:

@@ -14,10 +14,11 @@ from typing import Any
 
 from torch import nn
 
-from ..groups import RIVAL, Group
+from ..groups import RIVAL, Group, Member
 from ..nn import Sliced, adopt
 from ..slices import Slice
 from ..trace import Trace
+from .rotary import split_off_values_
 
 INSIDE = ("head_dim", "head_size", "attention_head_size", "dim_head", "d_kv", "key_value_proj_dim", "attn_head_dim",
           "dim_per_head", "d_head", "per_head_dim", "hidden_size_per_attention_head", "attention_hidden_size")  # fmt: skip
@@ -34,12 +35,17 @@ def arrange(model: nn.Module, groups: list[Group], trace: Trace, attention: str)
     A group inside an attention layer holds queries and keys (contracted against each other), heads (each multiplied
     by itself) or values (neither). A fused projection may make queries, keys and values one group.
     """
+    groups += _multihead(model, trace, attention)
+    modules = dict(model.named_modules())
     homes = {name for g in groups for name in (*g.contracted, *g.batched)}
     for group in groups:
         layers = [m.module for m in group.members]
         if group.family == "mlp" and any(n.startswith(h + ".") for n in layers for h in homes if h):
             group.family = "attention"
         if group.family != "attention":
+            continue
+        if isinstance(modules.get(group.members[0].module), nn.MultiheadAttention):
+            group.reason = "attention='off'" if attention == "off" else group.reason
             continue
         mode = "heads" if group.batched and not group.contracted else "dims"
         if attention == "off":
@@ -52,6 +58,28 @@ def arrange(model: nn.Module, groups: list[Group], trace: Trace, attention: str)
             missing = [n for n in group.contracted if not _temperatures(trace, n, group.size)]
             if missing:
                 group.reason = f"no softmax temperature found in {missing[0]} that could follow the slice"
+
+
+def _multihead(model: nn.Module, trace: Trace, attention: str) -> list[Group]:
+    """torch's own attention, which the trace cannot look into: its numbers are local variables."""
+    found: list[Group] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.MultiheadAttention) or name not in trace.calls:
+            continue
+        reason = None
+        if module.bias_k is not None or module.add_zero_attn:
+            reason = "add_bias_kv and add_zero_attn have no sliced form"
+        elif type(module) is not nn.MultiheadAttention:
+            reason = f"{type(module).__name__} is a class of its own"
+        heads, dims = module.num_heads, module.head_dim
+        if attention == "heads":
+            members = [Member(name, "heads", 1, dims)]
+            found.append(Group(name, heads, members, batched=[name], family="attention", reason=reason))
+        else:
+            for role in ("qk", "v"):
+                members = [Member(name, role, heads, 1)]
+                found.append(Group(f"{name}.{role}", dims, members, family="attention", reason=reason))
+    return found
 
 
 _MIXED = "concatenated with other units"
@@ -79,10 +107,20 @@ def adapt(model: nn.Module, groups: list[Group], made: dict[Group, Slice]) -> li
     touched = []
     for group in groups:
         for name in group.contracted or group.batched:
+            if isinstance(modules[name], nn.MultiheadAttention):
+                continue
             numbers = _numbers(modules[name], made[group], bool(group.contracted))
             if numbers and not isinstance(modules[name], Sliced):
                 _follow(modules[name], made[group], numbers)
                 touched.append(modules[name])
+    for group in groups:
+        if group.family == "attention" and not group.contracted and not group.batched and group.partner is None:
+            home, _, projection = group.name.rpartition(".")
+            module = modules[home]
+            if isinstance(module, nn.MultiheadAttention):
+                continue
+            if not isinstance(module, Sliced) and split_off_values_(module, projection, made[group]):
+                touched.append(module)
     return touched
 
 

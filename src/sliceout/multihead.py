@@ -1,0 +1,144 @@
+"""``nn.MultiheadAttention`` with slices: torch's own computes with numbers that cannot follow one, so this rewrites it.
+
+Queries and keys share one slice of every head's dims, values and the output projection another (the paper); or a range
+of heads is kept. Only the sliced training forward is ours: in ``eval()``, and so on torch's fused inference path, the
+plain class runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .nn import Sliced, _attach, _autocast_dtype, _check_size, adopt
+from .ops import take
+from .slices import Axis
+
+
+class MultiheadAttention(Sliced, nn.MultiheadAttention):
+    """``nn.MultiheadAttention`` whose heads are sliced inside (``qk_slice``, ``v_slice``) or as a whole.
+
+    Example:
+        >>> from sliceout import Slice
+        >>> inside = {"qk_slice": Slice(8, 0.5).axis(blocks=4), "v_slice": Slice(8, 0.5).axis(blocks=4)}
+        >>> attention = MultiheadAttention(32, num_heads=4, batch_first=True, **inside)
+        >>> x = torch.zeros(2, 5, 32)
+        >>> attention(x, x, x)[0].shape
+        torch.Size([2, 5, 32])
+    """
+
+    _plain = nn.MultiheadAttention
+    roles = ("qk", "v", "heads")
+
+    def __init__(
+        self, *args: Any, qk_slice: Any = None, v_slice: Any = None, heads_slice: Any = None, **kwargs: Any
+    ) -> None:
+        nn.MultiheadAttention.__init__(self, *args, **kwargs)
+        _attach(self, {"qk": qk_slice, "v": v_slice, "heads": heads_slice})
+
+    def bind(self, axes: dict[str, Axis]) -> None:
+        for role, axis in axes.items():
+            _check_size(self, axis, self.embed_dim, "embed_dim")
+            heads = axis.slice.size if role == "heads" else axis.blocks
+            if heads != self.num_heads:
+                raise ValueError(f"{role}_slice={axis} has {heads} heads, but this attention has {self.num_heads}")
+        if "heads" in axes and len(axes) > 1:
+            raise ValueError("slice heads as a whole or inside, not both")
+        if self.bias_k is not None or self.add_zero_attn:
+            raise ValueError("add_bias_kv and add_zero_attn have no sliced form")
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        if not self.training or not any(s.sliced for s in self.slices):
+            return super().forward(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
+        batched = query.dim() == 3
+        if not batched:
+            query, key, value = (t.unsqueeze(0) for t in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        elif not self.batch_first:
+            query, key, value = (t.transpose(0, 1) for t in (query, key, value))
+        (wq, bq), (wk, bk), (wv, bv), wo = self._small(query)
+        heads = self._heads()
+        q, k, v = (
+            F.linear(x, w, b).unflatten(-1, (heads, -1)).transpose(1, 2)
+            for x, w, b in ((query, wq, bq), (key, wk, bk), (value, wv, bv))
+        )
+        mask = self._mask(attn_mask, key_padding_mask, q)
+        weights: Tensor | None = None
+        if need_weights:
+            scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+            weights = torch.softmax(scores if mask is None else scores + mask, -1)
+            weights = F.dropout(weights, self.dropout)
+            out = weights @ v
+            weights = weights.mean(1) if average_attn_weights else weights
+        else:
+            causal = is_causal and mask is None
+            out = F.scaled_dot_product_attention(q, k, v, mask, self.dropout, is_causal=causal)
+        out = F.linear(out.transpose(1, 2).flatten(2), wo, self.out_proj.bias)
+        if not batched:
+            return out.squeeze(0), None if weights is None else weights.squeeze(0)
+        return out if self.batch_first else out.transpose(0, 1), weights
+
+    def _live(self, role: str) -> Axis | None:
+        axis = self.axes.get(role) or self.axes.get("heads")
+        return axis if axis is not None and axis.slice.sliced else None
+
+    def _heads(self) -> int:
+        axis = self.axes.get("heads")
+        return self.num_heads if axis is None else axis.slice.width
+
+    def _small(self, like: Tensor) -> Any:
+        """The kept part of the three input projections and of the output projection's weight."""
+        dtype = _autocast_dtype(like)
+        weights: Any = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        if self._qkv_same_embed_dim:
+            weights = self.in_proj_weight.chunk(3)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        axes = [self._live(role) for role in ("qk", "qk", "v")]
+        parts = [
+            (take(w, a, dtype=dtype), None if b is None else take(b, a, dtype=dtype))
+            for w, b, a in zip(weights, biases, axes, strict=True)
+        ]
+        return *parts, take(self.out_proj.weight, None, axes[2], scale_cols=True, dtype=dtype)
+
+    def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
+        """Both masks as one additive mask that broadcasts over ``[batch, heads, queries, keys]``."""
+        masks = []
+        if attn_mask is not None:
+            attn_mask = _additive(attn_mask, q)
+            if attn_mask.dim() == 3:
+                attn_mask = attn_mask.unflatten(0, (-1, self.num_heads))
+                heads = self.axes.get("heads")
+                if heads is not None:
+                    attn_mask = take(attn_mask, None, heads.slice.axis())
+            masks.append(attn_mask)
+        if padding is not None:
+            masks.append(_additive(padding, q)[:, None, None, :])
+        return sum(masks[1:], masks[0]) if masks else None
+
+
+def _additive(mask: Tensor, q: Tensor) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(q.dtype)
+    return torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask, float("-inf"))
+
+
+def attend_(module: nn.MultiheadAttention, axes: dict[str, Axis]) -> nn.Module:
+    """Give a plain ``nn.MultiheadAttention`` slices, in place."""
+    MultiheadAttention.bind(module, axes)  # type: ignore[arg-type]
+    adopt(module, MultiheadAttention, axes)
+    return module
