@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sliceout import Slice
+from oracle import along, unit_scale
+from sliceout import Axis, Slice
 from sliceout import nn as snn
 from sliceout.slices import starts_at, table
 
@@ -128,3 +130,53 @@ def assert_same_state(a: nn.Module, b: nn.Module) -> None:
     assert list(ours) == list(theirs)
     for key, value in ours.items():
         torch.testing.assert_close(value, theirs[key], rtol=0, atol=0, msg=lambda m, key=key: f"{key}: {m}")
+
+
+# -- the plain network at the sliced widths ----------------------------------------------------------------------------
+
+
+def narrow(model: nn.Module) -> tuple[nn.Module, dict[str, tuple[Tensor, ...]]]:
+    """A plain network that computes what ``model`` computes in its current slices, and where its parameters come from.
+
+    The second result holds, for each parameter, the kept indices per dimension and the factor it was multiplied by.
+    """
+    small, origin = copy.deepcopy(model), {}
+    for name, layer in list(small.named_modules()):
+        if not isinstance(layer, snn.Sliced):
+            continue
+        into, out, unit = (layer.axes.get(role) for role in ("in", "out", "unit"))
+        depthwise = isinstance(layer, nn.Conv2d) and layer.groups > 1
+        snn.plain_(layer)
+        for key, p in layer.named_parameters():
+            axes = (unit or out, None if depthwise or p.dim() < 2 else into)
+            kept = tuple(torch.arange(p.shape[d]) if a is None else a.kept for d, a in enumerate(axes[: p.dim()]))
+            factor = torch.ones([], dtype=p.dtype)
+            if out is not None and out.slice.fold == "producer" and not depthwise:
+                factor = factor * along(_factors(out)[kept[0]], 0, p)
+            if axes[1] is not None and into.slice.fold == "consumer":
+                factor = factor * along(_factors(into)[kept[1]], 1, p)
+            values = p.detach()[kept[0]] if p.dim() == 1 else p.detach()[kept[0]][:, kept[1]]
+            setattr(layer, key, nn.Parameter((values * factor).to(p.dtype)))
+            origin[f"{name}.{key}"] = (*kept, factor)
+        width = (unit or out or into).width
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.num_features, layer.running_mean, layer.running_var = width, torch.zeros(width), torch.ones(width)
+        elif isinstance(layer, nn.GroupNorm):
+            layer.num_groups, layer.num_channels = unit.slice.width, width
+        elif isinstance(layer, nn.LayerNorm | nn.RMSNorm):
+            layer.normalized_shape = (width,)
+        elif depthwise:
+            layer.groups = width
+    return small, origin
+
+
+def _factors(axis: Axis) -> Tensor:
+    return torch.tensor([unit_scale(axis.slice, unit) for unit in range(axis.slice.size)]).repeat_interleave(axis.inner)
+
+
+def grown(grad: Tensor, like: Tensor, origin: tuple[Tensor, ...]) -> Tensor:
+    """The gradient of a narrow network's parameter as the full parameter must receive it."""
+    *kept, factor = origin
+    full = torch.zeros_like(like)
+    full[kept[0] if len(kept) == 1 else (kept[0][:, None], kept[1][None])] = (grad * factor).to(like.dtype)
+    return full
