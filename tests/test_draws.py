@@ -472,6 +472,20 @@ def test_grad_scaler_that_skips_a_step_skips_the_draw():
         assert step_of(model) == due
 
 
+def test_fused_optimizer_draws_even_where_it_skips_by_itself():
+    """It decides on the device whether to update; asking would make the host wait. A draw too many does no harm."""
+    model, x = mlp(), data("mlp")
+    optimizer = AdamW(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    for step, bad in enumerate((False, True, False), 1):
+        scaler.scale(loss_of(model, x * float("inf") if bad else x)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert step_of(model) == step
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 def test_lbfgs_draws_after_the_step_and_not_inside_it():
     model, x = mlp(), data("mlp")
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
