@@ -102,12 +102,13 @@ def borrow_(module: Any, axes: dict[str, Axis], dim: int) -> nn.Module:
         sliced.GroupNorm.bind(module, axes)  # type: ignore[arg-type]
     names = tuple(n for n in (*module._parameters, *module._buffers, *_NUMBERS, "groups") if hasattr(module, n))
     module.shown, module.dim = None, dim
-    adopt(module, _borrowing(type(module), mixing, names), axes)
+    plain: Any = type(module)
+    adopt(module, _borrowing(plain, mixing, names), axes)
     return module  # type: ignore[no-any-return]
 
 
 @functools.cache
-def _borrowing(plain: type[nn.Module], mixing: Any, names: tuple[str, ...]) -> type[nn.Module]:
+def _borrowing(plain: Any, mixing: Any, names: tuple[str, ...]) -> type[nn.Module]:
     bases = (Borrowed, plain) if mixing is None else (BorrowedMixing, mixing, plain)
     body: dict[str, Any] = {name: _property(name) for name in names}
     body |= {"_plain": plain, "__doc__": plain.__doc__, "__reduce_ex__": _reduce}
@@ -135,6 +136,6 @@ def _reduce(self: Any, protocol: Any) -> Any:
     return _rebuild, (type(self)._plain, names), self.__getstate__()
 
 
-def _rebuild(plain: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+def _rebuild(plain: Any, names: tuple[str, ...]) -> nn.Module:
     made = _borrowing(plain, mixing_base(plain), names)
     return made.__new__(made)

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import fnmatch
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
-from . import inputs, recipes
-from .draws import slices as slices_of
-from .groups import Group, find_groups, misaligned, part_together
+from . import recipes
 from .borrow import borrow_
+from .draws import slices as slices_of
+from .dryrun import DryRun
+from .groups import RIVAL, Group, find_groups, part_together
 from .multihead import attend_
 from .nn import Sliced, plain_, slice_, sliced_class
-from .report import Report, Row, measure
+from .report import Cost, Report, Row, pattern, savings
 from .slices import Axis, Joint, Slice, Slices, width_of
-from .trace import Trace, Where, meta_copy, trace
 
 Rate = float | Mapping[str, float] | Callable[[str], float | None] | None
 Filter = str | Iterable[str] | Callable[[nn.Module, str], bool] | None
@@ -57,7 +54,7 @@ def convert_(
         attention: ``"dims"`` slices inside every head (queries and keys alike, values and output projection alike),
             ``"heads"`` keeps a range of heads, ``"off"`` leaves attention alone.
         stages: only the first so many stages of inverted-bottleneck networks (the paper: 3).
-        paper_exclusions: leave out the first residual block and the last one of each stage, as the paper's Wide ResNets.
+        paper_exclusions: leave out the first residual block and the last one of each stage, as the paper does.
         example_inputs: what the model is called with: a tensor, a tuple, or a dict of keyword arguments. Guessed if
             left out. The dry run computes nothing and leaves statistics and caches alone.
         seed: of the draws.
@@ -72,7 +69,7 @@ def convert_(
         >>> model(torch.zeros(3, 8)).shape
         torch.Size([3, 2])
     """
-    _check(model, rate, attention, dict(sampling=sampling, norm=norm, fold=fold))
+    _check(model, rate, attention, {"sampling": sampling, "norm": norm, "fold": fold})
     run = DryRun(model, example_inputs)
     groups = find_groups(run.shadow(), run.trace)
     recipes.arrange(model, groups, run.trace, attention=attention, stages=stages, paper_exclusions=paper_exclusions)
@@ -87,7 +84,7 @@ def convert_(
     part_together(groups)
 
     def make(group: Group) -> Slice:
-        read = not {m.role for m in group.members} <= {"out", "qk"}  # queries and keys alone are not normalised: the temperature follows instead
+        read = not {m.role for m in group.members} <= {"out", "qk"}  # the temperature, not a norm, follows q and k
         return Slice(
             group.size,
             rates[group],
@@ -98,13 +95,17 @@ def convert_(
             seed=seed,
         )
 
-    plan = run.settle(groups, lambda shadow, chosen: _apply(shadow, chosen, make), lambda g: make(g).width)
+    def apply(shadow: nn.Module, chosen: list[Group]) -> None:
+        _apply(shadow, chosen, make)
+
+    plan, tried = run.settle(groups, apply, lambda g: make(g).width)
+    if isinstance(rate, (int, float)) and _drop_negligible(plan, Cost.of(run.trace), Cost.of(tried)):
+        plan, tried = run.settle(groups, apply, lambda g: make(g).width)
     if not plan:
         raise ValueError(_nothing(model, groups))
-    before, after = measure(run, None), measure(run, lambda shadow: _apply(shadow, plan, make))
     made = _apply(model, plan, make)
-    family = Slices(made.values())
-    return Report(type(model).__name__, [Row(g, made.get(g)) for g in groups], before, after, family)
+    rows = [Row(g, made.get(g)) for g in groups]
+    return Report(type(model).__name__, rows, Cost.of(run.trace), Cost.of(tried), Slices(made.values()))
 
 
 def revert_(model: nn.Module) -> nn.Module:
@@ -133,80 +134,7 @@ def _switch(model: nn.Module, on: bool) -> nn.Module:
     return model
 
 
-# -- the dry run -----------------------------------------------------------------------------------------------------------
-
-
-class DryRun:
-    """A forward pass of a copy of the model that computes nothing: first traced, then tried with slices."""
-
-    def __init__(self, model: nn.Module, example_inputs: Any) -> None:
-        self.model = model
-        errors: list[str] = []
-        calls = inputs.guesses(model) if example_inputs is None else [inputs.as_call(example_inputs)]
-        for call in calls:
-            for device in ("meta", "cpu"):
-                self.device = device
-                self.call = inputs.to_device(call, device)
-                try:
-                    self.trace = trace(self.shadow(), *self.call)
-                    return
-                except Exception as error:
-                    errors.append(f"{_shapes(call)} on {device}: {_first_line(error)}")
-        raise ValueError(
-            f"could not run {type(model).__name__} to see how its layers are connected; pass example_inputs=. Tried: "
-            + ("; ".join(errors[:4]) or "nothing, for no input could be guessed")
-        )
-
-    def shadow(self) -> nn.Module:
-        """A copy in training mode that shares nothing with the model."""
-        copied = meta_copy(self.model) if self.device == "meta" else copy.deepcopy(self.model)
-        return copied.train()
-
-    def attempt(self, apply: Callable[[nn.Module], Any]) -> tuple[Trace | None, str, str]:
-        """Trace a sliced copy; if its code fails, the module in which it did and the message."""
-        shadow = self.shadow()
-        apply(shadow)
-        where = Where(shadow)
-        try:
-            return trace(shadow, *self.call, where=where), "", ""
-        except Exception as error:
-            return None, where.failed or "", _first_line(error)
-
-    def settle(
-        self, groups: list[Group], apply: Callable[[nn.Module, list[Group]], Any], width: Callable[[Group], int]
-    ) -> list[Group]:
-        """The groups with which the model's own code computes what it should; the others get the reason why not."""
-        model = self.shadow()
-        chosen = [g for g in groups if g.reason is None]
-        while chosen:
-            tried, failed, message = self.attempt(lambda shadow: apply(shadow, chosen))  # noqa: B023
-            if tried is None:
-                for group in _nearest(chosen, failed):
-                    group.reason = f"{failed or 'the model'} cannot take it: {message}"
-            else:
-                for group in chosen:
-                    group.reason = misaligned(model, group, width(group), tried)
-                    group.reason = group.reason or recipes.refuses(group, width(group), self.trace, tried)
-            part_together(chosen)
-            left = [g for g in chosen if g.reason is None]
-            if len(left) == len(chosen):
-                break
-            chosen = left
-        return chosen
-
-
-def _nearest(groups: list[Group], failed: str) -> list[Group]:
-    """The groups whose layers lie in the module that failed, or in the closest module around it."""
-    path = failed.split(".") if failed else []
-    while True:
-        prefix = ".".join(path)
-        near = [g for g in groups if any((m.module + ".").startswith(prefix + ".") or not prefix for m in g.members)]
-        if near or not path:
-            return near[:1] if not prefix else near
-        path = path[:-1]
-
-
-# -- applying a plan ---------------------------------------------------------------------------------------------------------
+# -- applying a plan ---------------------------------------------------------------------------------------------------
 
 
 def _apply(model: nn.Module, groups: list[Group], make: Callable[[Group], Slice]) -> dict[Group, Slice]:
@@ -219,10 +147,10 @@ def _apply(model: nn.Module, groups: list[Group], make: Callable[[Group], Slice]
         for m in group.members:
             parts.setdefault((m.module, m.role), {})[m.offset] = made[group].axis(m.blocks, m.inner)
             dims[m.module] = m.dim
-    roles: dict[str, dict[str, Axis | Joint]] = {}
+    roles: dict[str, dict[str, Any]] = {}
     for (name, role), sections in parts.items():
-        axes = [sections[offset] for offset in sorted(sections)]
-        roles.setdefault(name, {})[role] = axes[0] if len(axes) == 1 else Joint(tuple(axes))
+        ordered = [sections[offset] for offset in sorted(sections)]
+        roles.setdefault(name, {})[role] = ordered[0] if len(ordered) == 1 else Joint(tuple(ordered))
     for group in groups:
         for name in group.dropouts:
             roles.setdefault(name, {})["unit"] = made[group].axis()
@@ -244,10 +172,10 @@ def _apply(model: nn.Module, groups: list[Group], make: Callable[[Group], Slice]
     return made
 
 
-# -- checks and reasons ------------------------------------------------------------------------------------------------------
+# -- checks and reasons ------------------------------------------------------------------------------------------------
 
 
-def _check(model: nn.Module, rate: Any, attention: str, settings: dict[str, str]) -> None:
+def _check(model: nn.Module, rate: Any, attention: str, settings: dict[str, Any]) -> None:
     if isinstance(model, torch._dynamo.OptimizedModule):
         raise ValueError("this model is compiled: convert the original module first, then compile it")
     wrappers = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "OptimizedModule"}
@@ -306,20 +234,30 @@ def _frozen(group: Group, modules: dict[str, nn.Module]) -> str | None:
     return None if trained else "all its parameters are frozen"
 
 
+def _drop_negligible(plan: list[Group], before: Cost, after: Cost) -> bool:
+    """Leave out kinds of groups that save next to nothing and take over no dropout; true if there are any."""
+    saved = savings(plan, before, after)
+    kinds: dict[str, list[Group]] = {}
+    for group in plan:
+        kinds.setdefault(pattern(group.name), []).append(group)
+    small = [
+        same for same in kinds.values()
+        if not any(g.dropouts for g in same)
+        and all(abs(sum(saved[g][i] for g in same)) < 1e-3 for i in range(2))
+    ]  # fmt: skip
+    if len(small) == len(kinds):
+        return False
+    for group in (g for same in small for g in same):
+        group.reason = "saves less than 0.1 % of the model's FLOPs and activations"
+    return bool(small)
+
+
 def _nothing(model: nn.Module, groups: list[Group]) -> str:
     looked = (
         "looked for layers (linear, convolution, HF Conv1D) whose outputs reach another such layer through "
         "activations, norms and depthwise convolutions only"
     )
-    reasons = dict.fromkeys(f"{g.name}: {g.reason}" for g in groups if g.reason)
+    told = [g for g in groups if g.reason and not g.reason.startswith(RIVAL)]
+    reasons = dict.fromkeys(pattern(f"{g.name}: {g.reason}") for g in told)
     found = "; found none" if not reasons else "; skipped " + "; ".join(list(reasons)[:6])
     return f"nothing to slice in {type(model).__name__}: {looked}{found}"
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__
-
-
-def _shapes(call: inputs.Call) -> str:
-    return ", ".join(str(tuple(t.shape)) for t in tree_leaves(call) if isinstance(t, Tensor)) or "no tensors"

@@ -38,6 +38,8 @@ class Group:
     size: int
     members: list[Member]
     dropouts: list[str] = field(default_factory=list)
+    passes: list[str] = field(default_factory=list)
+    """Modules without parameters that the units go through: activation functions, pooling."""
     contracted: list[str] = field(default_factory=list)
     batched: list[str] = field(default_factory=list)
     family: str = "mlp"
@@ -93,10 +95,15 @@ def find_groups(model: nn.Module, trace: Trace) -> list[Group]:
         for atom in expand([a for dim in dims for a in dim]):
             if atom in found and name not in found[atom].dropouts:
                 found[atom].dropouts.append(name)
+    for name, dims in trace.inputs.items():
+        if next(modules[name].parameters(), None) is None and next(modules[name].children(), None) is None:
+            for atom in {a for dim in dims for a in expand(dim)} & found.keys():
+                found[atom].passes.append(name)
     for use in trace.uses:
         if use.module in trace.calls:
             for dim, atoms in enumerate(use.dims):
-                if _role(modules[use.module], use, dim, trace) == "in" and any(a.blocked == INPUT for a in expand(atoms)):
+                reads = _role(modules[use.module], use, dim, trace) == "in"
+                if reads and any(a.blocked == INPUT for a in expand(atoms)):
                     stems.add(use.module)
     for atom, group in list(found.items()):
         fused = _fused(modules, group, atom, trace)
@@ -141,11 +148,12 @@ def _weight_dim(modules: dict[str, nn.Module], member: Member, trace: Trace) -> 
 
 
 def _judge_adds(trace: Trace) -> None:
-    """An add of two branches that are written by different layers joins them into one residual stream."""
-    for a, b in trace.adds:
+    """Adding to a branch what was computed from it makes a residual stream; branches side by side just share units."""
+    for a, b, nested in trace.adds:
         a, b = expand(a), expand(b)
-        if a != b and any(x.produced for x in a) and any(x.produced for x in b):
-            block([a, b], RESIDUAL)
+        if nested and a != b and any(x.produced for x in a) and any(x.produced for x in b):
+            for atom in (*a, *b):  # says more than what else may be in the way
+                atom.blocked = RESIDUAL
         identify(a, b)
 
 
@@ -223,8 +231,8 @@ def _members(module: Any, name: str, role: str, before: int, size: int, after: i
 def _family(modules: dict[str, nn.Module], group: Group) -> str:
     if group.contracted or group.batched:
         return "attention"
-    convs = [modules[n] for n in group.names("in") + group.names("out") if isinstance(modules[n], _CONVS)]
-    if any(c.groups > 1 and c.groups == c.in_channels for c in convs):  # type: ignore[union-attr]
+    convs: list[Any] = [modules[n] for n in group.names("in") + group.names("out") if isinstance(modules[n], _CONVS)]
+    if any(c.groups > 1 and c.groups == c.in_channels for c in convs):
         return "mbconv"
     if convs:
         return "conv"

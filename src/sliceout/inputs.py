@@ -26,12 +26,21 @@ def to_device(call: Call, device: str) -> Call:
 
 
 def guesses(model: nn.Module) -> Iterator[Call]:
-    """Inputs the model might take, likeliest first."""
+    """Inputs the model might take, likeliest first, in the dtype of its parameters."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    for call in _guesses(model):
+        yield tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, call)
+
+
+def _guesses(model: nn.Module) -> Iterator[Call]:
     if hasattr(model, "config") and hasattr(model, "main_input_name"):
         yield from _transformers(model)
     shape = _timm_shape(model)
     if shape is not None:
         yield as_call(torch.zeros(2, *shape))
+        built_for = next((m.img_size for m in model.modules() if getattr(m, "img_size", None)), None)
+        if isinstance(built_for, (int, tuple)):
+            yield as_call(torch.zeros(2, shape[0], *((built_for,) * 2 if isinstance(built_for, int) else built_for)))
     yield from _from_first_layer(model)
 
 
@@ -47,7 +56,8 @@ def _transformers(model: Any) -> Iterator[Call]:
     elif main == "input_values":
         yield as_call({"input_values": torch.zeros(2, 16000)})
     elif main == "input_features":
-        yield as_call({"input_features": torch.zeros(2, getattr(config, "num_mel_bins", 80), 3000), "decoder_input_ids": ids})
+        features = torch.zeros(2, getattr(config, "num_mel_bins", 80), 3000)
+        yield as_call({"input_features": features, "decoder_input_ids": ids})
     elif getattr(config, "is_encoder_decoder", False):
         yield as_call({"input_ids": ids, "decoder_input_ids": ids, "use_cache": False})
         yield as_call({"input_ids": ids, "decoder_input_ids": ids})

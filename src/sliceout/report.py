@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
-
 from .groups import RIVAL, Group
 from .slices import Slice, Slices
-from .trace import Guesses, Where
+from .trace import Trace
 
 
 @dataclass
@@ -23,6 +18,10 @@ class Cost:
 
     flops: dict[str, int]
     activations: dict[str, int]
+
+    @classmethod
+    def of(cls, trace: Trace) -> Cost:
+        return cls(trace.flops, trace.outputs)
 
     @property
     def total_flops(self) -> int:
@@ -33,31 +32,20 @@ class Cost:
         return sum(self.activations.values())
 
 
-def measure(run: Any, apply: Callable[[nn.Module], Any] | None) -> Cost:
-    """Count a forward pass of the dry run's copy, sliced by ``apply`` or full.
+def savings(sliced: list[Group], before: Cost, after: Cost) -> dict[Group, tuple[float, float]]:
+    """FLOPs and activations that the layers of each group save, as fractions of the whole model.
 
-    torch's counter sees the products of attention too: on the meta device it is decomposed into them.
+    A layer between two groups counts half in each.
     """
-    shadow = run.shadow()
-    if apply is not None:
-        apply(shadow)
-    cost = Cost({}, {})
-    with Where(shadow) as where, torch.no_grad():
-        counter = FlopCounterMode(display=False)
-        before = [0]
-
-        def called(name: str, module: nn.Module, args: Any, output: Any) -> None:
-            now = counter.get_total_flops()
-            cost.flops[name] = cost.flops.get(name, 0) + now - before[0]
-            before[0] = now
-            if not any(True for _ in module.children()):
-                numel = sum(t.numel() for t in tree_leaves(output) if isinstance(t, Tensor))
-                cost.activations[name] = cost.activations.get(name, 0) + numel
-
-        where.on_call.append(called)
-        with Guesses(), counter:
-            shadow(*run.call[0], **run.call[1])
-    return cost
+    touched = {g: {*(m.module for m in g.members), *g.passes} for g in sliced}
+    sharers = Counter(name for names in touched.values() for name in names)
+    totals = max(before.total_flops, 1), max(before.total_activations, 1)
+    out = {}
+    for group, names in touched.items():
+        flops = sum((before.flops.get(n, 0) - after.flops.get(n, 0)) / sharers[n] for n in names)
+        gone = sum((before.activations.get(n, 0) - after.activations.get(n, 0)) / sharers[n] for n in names)
+        out[group] = flops / totals[0], gone / totals[1]
+    return out
 
 
 @dataclass
@@ -103,7 +91,7 @@ class Report:
 
     @property
     def flop_saving(self) -> float:
-        """Expected fraction of the FLOPs that is saved (backward takes twice the forward, so the same holds for both)."""
+        """Expected fraction of the FLOPs that is saved: of the forward, and so of the backward too."""
         return 1 - self.after.total_flops / max(self.before.total_flops, 1)
 
     @property
@@ -116,18 +104,8 @@ class Report:
 
         A layer between two groups is counted half in each.
         """
-        sharers: dict[str, int] = {}
-        for r in self.rows:
-            if r.slice is not None:
-                for name in {m.module for m in r.group.members}:
-                    sharers[name] = sharers.get(name, 0) + 1
-        flops = activations = 0.0
-        for name in {m.module for m in row.group.members}:
-            if name in sharers:
-                flops += (self.before.flops.get(name, 0) - self.after.flops.get(name, 0)) / sharers[name]
-                gone = self.before.activations.get(name, 0) - self.after.activations.get(name, 0)
-                activations += gone / sharers[name]
-        return flops / max(self.before.total_flops, 1), activations / max(self.before.total_activations, 1)
+        sliced = [r.group for r in self.rows if r.slice is not None]
+        return savings(sliced, self.before, self.after).get(row.group, (0.0, 0.0))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -152,39 +130,66 @@ class Report:
         }
 
     def __str__(self) -> str:
-        lines = [f"SliceOut: {self.model}, {self.converted} groups sliced"]
-        table = [("group", "kind", "reads", "kept", "sampling", "norm", "FLOPs", "activations")]
-        for names, rows in _alike([r for r in self.rows if r.slice is not None]):
+        sliced = [r for r in self.rows if r.slice is not None]
+        groups = "1 group" if len(sliced) == 1 else f"{len(sliced)} groups"
+        lines = [f"SliceOut: {self.model}, {groups} of units sliced ({_settings(sliced)})"]
+        table: list[tuple[str, ...]] = [("group (first layer)", "kind", "read by", "kept", "FLOPs", "activations")]
+        saved = savings([r.group for r in sliced], self.before, self.after)
+        for name, rows in _alike(sliced):
             s, g = rows[0].slice, rows[0].group
             assert s is not None
-            savings = [self.saving_of(r) for r in rows]
-            flops, activations = (sum(column) for column in zip(*savings, strict=True))
-            reads = ", ".join(dict.fromkeys(n.rpartition(".")[2] for n in g.names("in"))) or "itself"
-            table.append(
-                (names, g.family, reads, f"{s.width} of {s.size}", s.sampling, s.norm, _percent(flops), _percent(activations))
-            )
-        lines += _columns(table)
-        flops, activations = _percent(self.flop_saving), _percent(self.activation_saving)
-        lines.append(f"whole model: {flops} FLOPs, {activations} activations (layer outputs) per training step")
-        if self.skipped:
+            flops, activations = (sum(saved[r.group][i] for r in rows) for i in range(2))
+            kept = f"{s.width} of {s.size}"
+            table.append((name, g.family, _readers(g), kept, _percent(flops), _percent(activations)))
+        lines += _shortened(_columns(table), 16, "groups")
+        flops, activations = self.flop_saving, self.activation_saving
+        lines.append(f"whole model: FLOPs {_percent(flops)}, activations {_percent(activations)} per training step")
+        by_reason: dict[str, list[Row]] = {}
+        for r in self.skipped:
+            if not (r.reason or "").startswith(RIVAL):
+                by_reason.setdefault(pattern(r.reason or ""), []).append(r)
+        if by_reason:
             lines.append("left alone:")
-            by_reason: dict[str, list[Row]] = {}
-            for r in self.skipped:
-                if (r.reason or "").startswith(RIVAL):
-                    continue
-                by_reason.setdefault(_pattern(r.reason or ""), []).append(r)
+            left = []
             for reason, rows in by_reason.items():
-                names = [n for n, _ in _alike(rows)]
-                shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-                lines.append(f"  {shown}: {reason}")
-        return "\n".join(lines)
+                names = [name for name, _ in _alike(rows)]
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                left.append(f"  {', '.join(names[:3])}{more}: {reason}")
+            lines += _shortened(left, 6, "reasons")
+        return "\n".join(line if len(line) <= _SCREEN else line[: _SCREEN - 3] + "..." for line in lines)
+
+
+_SCREEN = 160
+"""Columns of a wide terminal."""
+
+
+def _shortened(lines: list[str], most: int, what: str) -> list[str]:
+    if len(lines) <= most:
+        return lines
+    return [*lines[: most - 1], f"  ... and {len(lines) - most + 1} more {what}: see .rows"]
+
+
+def _settings(rows: list[Row]) -> str:
+    """What all groups have in common: queries and keys have no norm of their own."""
+    found = {r.slice.sampling: None for r in rows if r.slice is not None}
+    read = [r for r in rows if r.group.names("in") or not r.group.contracted]
+    norms = {r.slice.norm: None for r in read if r.slice is not None}
+    return f"{', '.join(found)}; norm {', '.join(norms) or 'none'}"
+
+
+def _readers(group: Group) -> str:
+    names = dict.fromkeys(n.rpartition(".")[2] for n in group.names("in"))
+    if len(names) > 4:
+        return f"{', '.join(list(names)[:3])} and {len(names) - 3} more"
+    return ", ".join(names) or ("each other (q, k)" if group.contracted else "its own output")
 
 
 def _percent(fraction: float) -> str:
     return f"{-100 * fraction:+.1f} %" if abs(fraction) >= 5e-4 else "0 %"
 
 
-def _pattern(text: str) -> str:
+def pattern(text: str) -> str:
+    """A text with the numbers of layers replaced by stars."""
     return re.sub(r"(?<=\.)\d+(?=\.|\b)", "*", text)
 
 
@@ -192,9 +197,14 @@ def _alike(rows: list[Row]) -> list[tuple[str, list[Row]]]:
     """Rows that differ only in a layer number become one line."""
     found: dict[Any, list[Row]] = {}
     for r in rows:
-        key = (_pattern(r.name), r.group.size, bool(r.group.names("in")), r.slice.width if r.slice else r.reason and _pattern(r.reason))
+        fate = r.slice.width if r.slice else pattern(r.reason or "")
+        key = (pattern(r.name), r.group.size, bool(r.group.names("in")), fate)
         found.setdefault(key, []).append(r)
-    return [(f"{key[0]} x{len(same)}" if len(same) > 1 else same[0].name, same) for key, same in found.items()]
+    out = []
+    for key, same in found.items():
+        part = "" if same[0].group.partner is None else " (q, k)" if same[0].group.contracted else " (v)"
+        out.append((f"{key[0]}{part} x{len(same)}" if len(same) > 1 else f"{same[0].name}{part}", same))
+    return out
 
 
 def _columns(table: list[tuple[str, ...]]) -> list[str]:

@@ -6,7 +6,7 @@ from ..groups import RESIDUAL, Group
 
 
 def arrange(groups: list[Group], paper_exclusions: bool) -> None:
-    """Label the groups inside residual blocks, leave alone what lies outside them, apply the paper's exclusions.
+    """Label the groups inside residual blocks, leave alone the stem, apply the paper's exclusions.
 
     The paper turns SliceOut off in the first residual block of the network and in the last block of each stage.
     """
@@ -21,8 +21,10 @@ def arrange(groups: list[Group], paper_exclusions: bool) -> None:
         return
     for group in inside:
         group.family = "residual"
+    first = min(map(groups.index, inside))
     for group in outside:
-        group.reason = group.reason or "outside the residual blocks: the stem and what joins the blocks stay whole"
+        if group.reads_input or groups.index(group) < first:
+            group.reason = group.reason or "in front of the residual blocks: the stem stays whole"
     if paper_exclusions:
         _exclude(sorted(inside, key=groups.index))
 
