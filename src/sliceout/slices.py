@@ -133,7 +133,7 @@ class Slice:
         """Keep the start (and the scale) on ``device``. Does nothing if they are there."""
         if device in (self.start.device, torch.device("meta")):
             return
-        self.start = torch.tensor([self.start_on_host], dtype=torch.int64, device=device)
+        self.start = self._start_as_tensor().to(device)
         tensors = [self.start]
         if self.scale is not None:
             self.scale = self.scale.to(device)
@@ -141,6 +141,29 @@ class Slice:
         if device.type == "cuda":
             for t in tensors:  # CUDA graphs read them in place instead of copying them in
                 torch._dynamo.mark_static_address(t, guard=False)
+
+    def _start_as_tensor(self) -> Tensor:
+        return torch.tensor([self.start_on_host], dtype=torch.int64, device="cpu")
+
+    @classmethod
+    def settle(cls, members: list[Any]) -> None:
+        """Called when these slices of this class got new starts; more than a start follows from it in subclasses."""
+
+    def rerate_(self, rate: float) -> None:
+        """Change the rate and with it the width, in place: compiled graphs that read ``start`` and ``scale`` stay valid."""
+        self.width, _ = width_of(self.size, _number("rate", rate), self.align)
+        self.rate = float(rate)
+        self.gain, scale = self._scale()
+        if self.scale is None:
+            self.scale = None if scale is None else scale.to(self.start.device)
+        elif scale is not None:
+            self.scale.copy_(scale)
+        self.family.seek_(self.family.step)
+
+    @property
+    def share(self) -> str:
+        """What is kept, in words."""
+        return f"{self.width} of {self.size}"
 
     def axis(self, blocks: int = 1, inner: int = 1) -> Axis:
         """This slice along a dimension that holds it ``blocks`` times over, ``inner`` entries to a unit.
@@ -152,7 +175,7 @@ class Slice:
     def __repr__(self) -> str:
         extra = "" if self.norm == "probabilistic" else f", norm={self.norm}"
         extra += "" if self.fold == "consumer" else f", fold={self.fold}"
-        return f"Slice({self.width} of {self.size}, {self.sampling}{extra}{'' if self.on else ', off'})"
+        return f"{type(self).__name__}({self.share}, {self.sampling}{extra}{'' if self.on else ', off'})"
 
 
 @dataclass(frozen=True)
@@ -350,11 +373,14 @@ def draw(slices: list[Slice], step: int, table: Tensor) -> None:
     on_device: dict[torch.device, list[int]] = {}
     for i, (s, start) in enumerate(zip(slices, starts.tolist(), strict=True)):
         s.start_on_host = start
-        on_device.setdefault(s.start.device, []).append(i)
+        if len(s.start) == 1:
+            on_device.setdefault(s.start.device, []).append(i)
     for device, members in on_device.items():
-        values = starts if len(on_device) == 1 else starts[members]
+        values = starts if len(members) == len(slices) else starts[members]
         values = values.to(device, non_blocking=True)  # pageable memory is staged at once: no synchronisation
         torch._foreach_copy_([slices[i].start for i in members], list(values.split(1)))
+    for kind in dict.fromkeys(map(type, slices)):
+        kind.settle([s for s in slices if type(s) is kind])
 
 
 # -- checking what was passed ------------------------------------------------------------------------------------------

@@ -3,9 +3,11 @@
 All slicing in the library goes through :func:`take` (and :func:`store_` for running statistics). One question, which
 implementation, is answered here:
 
-- eager on the CPU: views (``cpu``);
-- a vector in a compiled graph: index arithmetic that the compiler fuses (``reference``);
+- eager on the CPU: views (``cpu``), except for subsets, whose units do not lie side by side;
 - everything else: the registered op (``library``), which on CUDA is one Triton kernel (``kernels``).
+
+In a compiled graph the op stands by itself although Inductor could melt ``reference`` into its neighbours: the index
+arithmetic then runs once per activation instead of once per parameter (WRN-28-10: 8.35 ms a step against 8.05).
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ def take(
             raise ValueError(
                 f"dimension {dim} of shape {tuple(full.shape)} does not match {axis}, which covers {axis.size}"
             )
-    if by_views(full):
+    if by_views(full) and not any(a is not None and reference.is_table(a.slice.start) for a in (rows, cols)):
         return _take_view(full, rows, cols, scale_rows, scale_cols, dtype)
     args = (
         None if rows is None else rows.slice.start,
@@ -80,8 +82,6 @@ def take(
         rows.slice.scale if rows is not None and scale_rows else None,
         cols.slice.scale if cols is not None and scale_cols else None,
     )
-    if full.dim() == 1 and torch.compiler.is_compiling():
-        return _TakeVector.apply(full, args[0], args[2], args[4], dtype)
     return torch.ops.sliceout.take(full, *args, dtype)
 
 
@@ -100,7 +100,7 @@ def store_(full: Tensor, small: Tensor, rows: Axis) -> None:
     """Write ``small`` over the kept entries of the vector ``full``, which gets no gradient."""
     if torch.compiler.is_compiling():
         full.copy_(reference.store(full, small, rows.slice.start, rows.geometry))
-    elif by_views(full):
+    elif by_views(full) and not reference.is_table(rows.slice.start):
         if small._base is not full:  # a view has written through (torch.func's do not show their base: hence clone)
             cpu.put_(full, small.clone(), (rows.slice.start_on_host, rows.geometry))
     else:
@@ -117,19 +117,3 @@ def _take_view(
             unit = axis.slice.kept.repeat_interleave(axis.inner).repeat(axis.blocks)
             small = reference.scaled(small, axis.slice.scale, unit, dim)
     return small.to(dtype or full.dtype)
-
-
-class _TakeVector(torch.autograd.Function):
-    """The reference with its gather-only backward; autograd's own would scatter with atomics."""
-
-    @staticmethod
-    def forward(ctx: Any, full: Tensor, start: Tensor, rows: list[int], scale: Tensor | None, dtype: Any) -> Tensor:
-        ctx.rows, ctx.dtype, ctx.scale = rows, full.dtype, scale
-        ctx.save_for_backward(start)
-        return reference.take(full, start, None, rows, [], scale, None, dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (start,) = ctx.saved_tensors
-        full = reference.put(grad, start, None, ctx.rows, [], ctx.scale, None, ctx.dtype)
-        return full, None, None, None, None

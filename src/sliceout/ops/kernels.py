@@ -18,26 +18,33 @@ import triton.language as tl
 from torch import Tensor
 
 from .cpu import empty_small, is_channels_last, memory_format
+from .reference import is_table
 
 
 @triton.jit
-def _source(i, start, size, width, inner, SLICED: tl.constexpr):
+def _source(i, starts, start, size, width, inner, inside, SLICED: tl.constexpr, TABLE: tl.constexpr):
     """Small index -> (full index, unit)."""
     if SLICED:
-        unit = start + i // inner % width
-        unit = tl.where(unit >= size, unit - size, unit)
+        if TABLE:  # the units of a subset, kept ones first
+            unit = tl.load(starts + i // inner % width, mask=inside, other=0).to(tl.int32)
+        else:
+            unit = start + i // inner % width
+            unit = tl.where(unit >= size, unit - size, unit)
         return (i // (width * inner) * size + unit) * inner + i % inner, unit
     else:
         return i, i
 
 
 @triton.jit
-def _target(i, start, size, width, inner, SLICED: tl.constexpr):
+def _target(i, starts, start, size, width, inner, inside, SLICED: tl.constexpr, TABLE: tl.constexpr):
     """Full index -> (small index, kept, unit)."""
     if SLICED:
         unit = i // inner % size
-        offset = unit - start
-        offset = tl.where(offset < 0, offset + size, offset)
+        if TABLE:  # the place of every unit in that order
+            offset = tl.load(starts + size + unit, mask=inside, other=0).to(tl.int32)
+        else:
+            offset = unit - start
+            offset = tl.where(offset < 0, offset + size, offset)
         return (i // (size * inner) * width + offset) * inner + i % inner, offset < width, unit
     else:
         return i, i >= 0, i
@@ -50,6 +57,7 @@ def _copy(
     row_size, row_width, row_inner, col_size, col_width, col_inner,
     MODE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, LAST: tl.constexpr,
     ROW_SCALE: tl.constexpr, COL_SCALE: tl.constexpr, WIDE: tl.constexpr,
+    ROW_TABLE: tl.constexpr, COL_TABLE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """One tile of the tensor that is walked in order; the other one is addressed through the slice.
@@ -67,18 +75,20 @@ def _copy(
         k = e % rest
     row_at = 0
     col_at = 0
-    if ROWS:
+    if ROWS and not ROW_TABLE:
         row_at = tl.load(row_start).to(tl.int32)
-    if COLS:
+    if COLS and not COL_TABLE:
         col_at = tl.load(col_start).to(tl.int32)
-    inside = (r < n_rows)[:, None] & (e < n_cols * rest)[None, :]
+    row_in = r < n_rows
+    col_in = e < n_cols * rest
+    inside = row_in[:, None] & col_in[None, :]
     if MODE == "put":
-        rr, row_kept, row_unit = _target(r, row_at, row_size, row_width, row_inner, ROWS)
-        cc, col_kept, col_unit = _target(c, col_at, col_size, col_width, col_inner, COLS)
+        rr, row_kept, row_unit = _target(r, row_start, row_at, row_size, row_width, row_inner, row_in, ROWS, ROW_TABLE)
+        cc, col_kept, col_unit = _target(c, col_start, col_at, col_size, col_width, col_inner, col_in, COLS, COL_TABLE)
         kept = inside & row_kept[:, None] & col_kept[None, :]
     else:
-        rr, row_unit = _source(r, row_at, row_size, row_width, row_inner, ROWS)
-        cc, col_unit = _source(c, col_at, col_size, col_width, col_inner, COLS)
+        rr, row_unit = _source(r, row_start, row_at, row_size, row_width, row_inner, row_in, ROWS, ROW_TABLE)
+        cc, col_unit = _source(c, col_start, col_at, col_size, col_width, col_inner, col_in, COLS, COL_TABLE)
         kept = inside
     if LAST:  # noqa: SIM108
         mapped_e = k * mapped_cols + cc
@@ -93,10 +103,10 @@ def _copy(
         if ROW_SCALE or COL_SCALE:
             value = value.to(tl.float64 if WIDE else tl.float32)
         if ROW_SCALE:
-            scale = tl.load(row_scale + row_unit, mask=r < n_rows, other=0).to(value.dtype)
+            scale = tl.load(row_scale + row_unit, mask=row_in, other=0).to(value.dtype)
             value = value * scale[:, None]
         if COL_SCALE:
-            scale = tl.load(col_scale + col_unit, mask=e < n_cols * rest, other=0).to(value.dtype)
+            scale = tl.load(col_scale + col_unit, mask=col_in, other=0).to(value.dtype)
             value = value * scale[None, :]
         tl.store(dst + walked, value, mask=inside)
 
@@ -166,7 +176,7 @@ def _launch(
             row_size, row_width, row_inner, col_size, col_width, col_inner,
             mode, bool(geometries[0]), bool(geometries[1]), is_channels_last(full),
             scales[0] is not None, scales[1] is not None, torch.float64 in (src.dtype, dst.dtype),
-            block_r, block_c,
+            is_table(starts[0]), is_table(starts[1]), block_r, block_c,
         )  # fmt: skip
 
 

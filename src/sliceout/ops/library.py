@@ -30,13 +30,17 @@ def _cut(start: Tensor | None, geometry: list[int]) -> cpu.Cut:
 
 
 def _take_cpu(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype):  # type: ignore[no-untyped-def]
-    small = cpu.take_copy(
-        full, _cut(row_start, rows), _cut(col_start, cols)
-    )  # an op must not return its input's memory
+    if reference.is_table(row_start) or reference.is_table(col_start):
+        return reference.take(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype)
+    cuts = _cut(row_start, rows), _cut(col_start, cols)
+    small = cpu.take_copy(full, *cuts)  # an op must not return its input's memory
     return _scaled(small, row_start, col_start, rows, cols, row_scale, col_scale).to(dtype or full.dtype)
 
 
 def _put_cpu(small, row_start, col_start, rows, cols, row_scale, col_scale, shape, channels_last, dtype):  # type: ignore[no-untyped-def]
+    if reference.is_table(row_start) or reference.is_table(col_start):
+        full = reference.put(small, row_start, col_start, rows, cols, row_scale, col_scale, dtype)
+        return full.contiguous(memory_format=cpu.format_of(len(shape), channels_last))
     full = _empty_full(small, shape, channels_last, dtype).zero_()
     small = small.to(torch.promote_types(small.dtype, dtype))
     small = _scaled(small, row_start, col_start, rows, cols, row_scale, col_scale)
@@ -44,7 +48,10 @@ def _put_cpu(small, row_start, col_start, rows, cols, row_scale, col_scale, shap
 
 
 def _store_cpu(full: Tensor, small: Tensor, start: Tensor, rows: list[int]) -> None:
-    cpu.put_(full, small, _cut(start, rows))
+    if reference.is_table(start):
+        full.copy_(reference.store(full, small, start, rows))
+    else:
+        cpu.put_(full, small, _cut(start, rows))
 
 
 def _scaled(small, row_start, col_start, rows, cols, row_scale, col_scale):  # type: ignore[no-untyped-def]

@@ -1,10 +1,10 @@
 """take and put as index arithmetic in plain torch: the definition, on any device.
 
-The other implementations are tested against this one. Compiled graphs use it as it stands for 1-D tensors, where
-Inductor melts it into the kernels around it.
+The other implementations are tested against this one; compiled graphs use ``store`` as it stands.
 
 ``rows`` and ``cols`` describe dimensions 0 and 1 as ``[size, width, blocks, inner]`` (see ``Axis``); an empty list
-leaves the dimension whole. ``put`` gathers instead of scattering: each full entry looks up where it would lie in the
+leaves the dimension whole. A start of one entry is that of a slice; one of ``2 * size`` entries is the table of a
+``Subset``: its units in order, kept ones first, and the place of each unit in that order. ``put`` gathers instead of scattering: each full entry looks up where it would lie in the
 small tensor. So nothing is zero-filled first, no two writes meet, and both directions fuse.
 """
 
@@ -14,11 +14,17 @@ import torch
 from torch import Tensor
 
 
+def is_table(start: Tensor | None) -> bool:
+    """Whether this is the table of a subset rather than the start of a slice."""
+    return start is not None and start.shape[0] > 1
+
+
 def sources(start: Tensor, geometry: list[int]) -> tuple[Tensor, Tensor]:
     """For each entry of the small dimension: its index in the full dimension, and its unit in the slice."""
     size, width, blocks, inner = geometry
     i = torch.arange(blocks * width * inner, device=start.device)
-    unit = (start + i // inner % width) % size
+    unit = i // inner % width
+    unit = start[unit] if is_table(start) else (start + unit) % size
     return (i // (width * inner) * size + unit) * inner + i % inner, unit
 
 
@@ -27,7 +33,7 @@ def targets(start: Tensor, geometry: list[int]) -> tuple[Tensor, Tensor, Tensor]
     size, width, blocks, inner = geometry
     i = torch.arange(blocks * size * inner, device=start.device)
     unit = i // inner % size
-    offset = (unit - start) % size
+    offset = start[size + unit] if is_table(start) else (unit - start) % size
     kept = offset < width
     return (i // (size * inner) * width + offset.clamp_max(width - 1)) * inner + i % inner, kept, unit
 
