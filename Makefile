@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
-PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP     = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint clean
@@ -28,8 +28,10 @@ clean:  ## remove the environment and all caches
 
 # torch comes first and by its exact version: asked for in any other way, pip may fetch another build of it.
 $(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0])'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(v if sys.version_info < (3, 11) else 0)' \
+		|| { echo "$(PYTHON) is too old or missing: Python 3.11 or newer is needed (make PYTHON=python3.12 ...)"; exit 1; }
+	@echo "Setting up $(VENV) with $$($(PYTHON) --version): a few minutes the first time"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) "$$(grep '^torch==' constraints.txt)"
 	$(PIP) -e ".[lab,test]"
-	touch $@
+	@touch $@

@@ -4,15 +4,14 @@
     python benchmarks/mlp_cpu.py --table    print the table of the committed file again
 
 Eager, float32, stock Adam, batch 256, two threads. All networks live in one process and take turns step by step, in an
-order shuffled anew each round, so that other load on the machine falls on all alike. ``narrow`` is a plain network of
-half the width, the floor for any method that computes half of the units.
+order shuffled anew each round. A round during which other processes took more than 5 % of the two cores is not counted.
+``narrow`` is a plain network of half the width, the floor for any method that computes half of the units.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 import time
@@ -28,6 +27,7 @@ from sliceout.lab.models.mlp import mlp
 
 RESULT = Path(__file__).parents[1] / "results" / "mlp-cpu.json"
 RATE, BATCH, THREADS, WIDTHS = 0.5, 256, 2, (784, 2048, 2048, 2048, 10)
+LIMIT = 0.05
 NARROW = tuple(int(w * (1 - RATE)) if w == 2048 else w for w in WIDTHS)
 LABELS = {
     "dropout": "`nn.Dropout(0.5)`",
@@ -62,17 +62,27 @@ class Contender:
 
 
 def measure(rounds: int, warmup: int) -> dict[str, Any]:
-    """Let all take turns and collect medians and quartiles."""
+    """Let all take turns until ``rounds`` were undisturbed; collect medians and quartiles."""
     torch.set_num_threads(THREADS)
     contenders = {name: Contender(name) for name in LABELS}
     x, y = torch.rand(BATCH, WIDTHS[0]), torch.randint(WIDTHS[-1], (BATCH,))
-    load = os.getloadavg()[0]
-    for i in range(warmup + rounds):
-        for c in random.Random(i).sample(list(contenders.values()), len(contenders)):
+    counted = disturbed = 0
+    wait_for_quiet()
+    while counted < rounds:
+        seconds, others = {}, OtherProcesses()
+        for name in random.Random(counted + disturbed).sample(list(contenders), len(contenders)):
             start = time.perf_counter()
-            c.step(x, y)
-            if i >= warmup:
-                c.seconds.append(time.perf_counter() - start)
+            contenders[name].step(x, y)
+            seconds[name] = time.perf_counter() - start
+        if warmup > 0:
+            warmup -= 1
+        elif others.share() > LIMIT:
+            disturbed += 1
+            wait_for_quiet()
+        else:
+            counted += 1
+            for name, value in seconds.items():
+                contenders[name].seconds.append(value)
     rows = {}
     for name, c in contenders.items():
         low, median, high = (1000 * q for q in statistics.quantiles(c.seconds, n=4))
@@ -81,10 +91,30 @@ def measure(rounds: int, warmup: int) -> dict[str, Any]:
     return {
         "what": "784-2048-2048-2048-10 ReLU, rate 0.5, batch 256, float32, eager, torch.optim.Adam; median step",
         "rounds": rounds,
-        "load_before": load,
+        "rounds_discarded_as_disturbed": disturbed,
         "machine": machine.describe(torch.device("cpu")),
         "steps": rows,
     }
+
+
+class OtherProcesses:
+    """Which share of the cores they have taken since this object was made."""
+
+    def __init__(self) -> None:
+        self.start, self.before = time.perf_counter(), machine.cpu_seconds_of_others()
+
+    def share(self) -> float:
+        elapsed = time.perf_counter() - self.start
+        return (machine.cpu_seconds_of_others() - self.before) / elapsed / THREADS
+
+
+def wait_for_quiet() -> None:
+    """Sleep until other processes have left the cores alone for two seconds."""
+    while True:
+        others = OtherProcesses()
+        time.sleep(2)
+        if others.share() < LIMIT:
+            return
 
 
 def table(result: dict[str, Any]) -> str:

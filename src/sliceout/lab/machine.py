@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,20 @@ def describe(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "sliceout": __version__,
     }
+
+
+def cpu_seconds_of_others() -> float:
+    """CPU time that everything but this process has used since boot, what the hypervisor took included.
+
+    The difference of two calls says whether a measurement between them was disturbed. Always 0 where there is no
+    ``/proc/stat``.
+    """
+    stat = Path("/proc/stat")
+    if not stat.is_file():
+        return 0.0
+    user, nice, system, _idle, _iowait, irq, softirq, stolen = map(int, stat.read_text().split()[1:9])
+    busy = (user + nice + system + irq + softirq + stolen) / os.sysconf("SC_CLK_TCK")
+    return busy - time.process_time()
 
 
 def _cpu_name() -> str:

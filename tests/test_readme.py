@@ -1,0 +1,48 @@
+"""What the README says is so: its code runs, and its numbers are those of the committed results."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import torch
+from torch import nn
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_converting_as_shown(capsys) -> None:
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2))
+    parameters = list(model.parameters())
+    exec(
+        BLOCKS[0].replace("# ... train as before ...", "shape = model[0](torch.zeros(1, 8)).shape"),
+        scope := locals() | globals(),
+    )
+    assert scope["shape"] == (1, 32)
+    assert "32 of 64" in capsys.readouterr().out
+    assert type(model[0]) is nn.Linear
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+
+
+def test_slices_by_hand_as_shown() -> None:
+    exec(BLOCKS[1], scope := {})
+    net = scope["Net"]()
+    assert net.fc1(torch.zeros(1, 784)).shape == (1, 1024)
+    assert net(torch.zeros(1, 784)).shape == (1, 10)
+    assert net.eval().fc1(torch.zeros(1, 784)).shape == (1, 2048)
+
+
+def test_the_measured_table_is_that_of_the_committed_result() -> None:
+    spec = importlib.util.spec_from_file_location("mlp_cpu", ROOT / "benchmarks" / "mlp_cpu.py")
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    assert benchmark.table(json.loads(benchmark.RESULT.read_text())) in README
+
+
+def test_the_mlp_step_meets_its_requirement() -> None:
+    steps = json.loads((ROOT / "results" / "mlp-cpu.json").read_text())["steps"]
+    assert steps["circular"]["ms"] <= 0.6 * steps["dropout"]["ms"]
