@@ -3,7 +3,7 @@
 All slicing in the library goes through :func:`take` (and :func:`store_` for running statistics). One question, which
 implementation, is answered here:
 
-- eager on the CPU: views (``cpu``), except for subsets, whose units do not lie side by side;
+- eager: views (``views``), except for subsets, whose units do not lie side by side;
 - everything else: the registered op (``library``), which on CUDA is one Triton kernel (``kernels``).
 
 In a compiled graph the op stands by itself although Inductor could melt ``reference`` into its neighbours: the index
@@ -13,13 +13,14 @@ arithmetic then runs once per activation instead of once per parameter (WRN-28-1
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from . import cpu, library, reference
+from . import library, reference, views
 
 if TYPE_CHECKING:
     from ..slices import Axis, Joint
@@ -31,13 +32,15 @@ _views = True
 
 
 def by_views(t: Tensor) -> bool:
-    """Whether slices of ``t`` are taken as views now: eagerly, on the CPU."""
-    return t.device.type == "cpu" and not torch.compiler.is_compiling() and _views
+    """Whether slices of ``t`` are taken as views now: in eager code, where the host knows the start."""
+    if torch.compiler.is_compiling() or not _views:
+        return False
+    return t.device.type == "cpu" or (t.device.type == "cuda" and not torch.cuda.is_current_stream_capturing())
 
 
 @contextlib.contextmanager
 def without_views() -> Iterator[None]:
-    """Call the registered ops on the CPU too, so that a trace sees them."""
+    """Call the registered ops in eager code too, so that a trace sees them."""
     global _views
     _views = False
     try:
@@ -102,7 +105,7 @@ def store_(full: Tensor, small: Tensor, rows: Axis) -> None:
         full.copy_(reference.store(full, small, rows.slice.start, rows.geometry))
     elif by_views(full) and not reference.is_table(rows.slice.start):
         if small._base is not full:  # a view has written through (torch.func's do not show their base: hence clone)
-            cpu.put_(full, small.clone(), (rows.slice.start_on_host, rows.geometry))
+            views.put_(full, small.clone(), (rows.slice.start_on_host, rows.geometry))
     else:
         torch.ops.sliceout.store_(full, small, rows.slice.start, rows.geometry)
 
@@ -110,10 +113,15 @@ def store_(full: Tensor, small: Tensor, rows: Axis) -> None:
 def _take_view(
     full: Tensor, rows: Axis | None, cols: Axis | None, scale_rows: bool, scale_cols: bool, dtype: torch.dtype | None
 ) -> Tensor:
-    cuts = [cpu.WHOLE if a is None else (a.slice.start_on_host, a.geometry) for a in (rows, cols)]
-    small = cpu.Take.apply(full, *cuts)
-    for dim, axis, wanted in ((0, rows, scale_rows), (1, cols, scale_cols)):
-        if wanted and axis is not None and axis.slice.scale is not None:
-            unit = axis.slice.kept.repeat_interleave(axis.inner).repeat(axis.blocks)
-            small = reference.scaled(small, axis.slice.scale, unit, dim)
+    cuts = [views.WHOLE if a is None else (a.slice.start_on_host, a.geometry) for a in (rows, cols)]
+    scales = [(d, a) for d, a, wanted in ((0, rows, scale_rows), (1, cols, scale_cols)) if wanted and a is not None]
+    if all(a.slice.gain is not None for _, a in scales):
+        gain = math.prod(a.slice.gain or 1.0 for _, a in scales)
+        return views.Take.apply(full, *cuts, gain, dtype or full.dtype)
+    small = views.Take.apply(full, *cuts, 1.0, full.dtype)
+    for dim, axis in scales:
+        if axis.slice.scale is not None:
+            kept = views.take(axis.slice.scale, (axis.slice.start_on_host, axis.slice.axis().geometry), views.WHOLE)
+            kept = kept.repeat_interleave(axis.inner).repeat(axis.blocks)
+            small = reference.scaled(small, kept, dim)
     return small.to(dtype or full.dtype)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .cpu import empty_small, is_channels_last, memory_format
+from .views import empty_small, is_channels_last, memory_format
 from .reference import is_table
 
 

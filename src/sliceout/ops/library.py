@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import cpu, reference
+from . import reference, views
 
 _library = torch.library.Library("sliceout", "DEF")
 _SLICE = "Tensor? row_start, Tensor? col_start, int[] rows, int[] cols, Tensor? row_scale, Tensor? col_scale"
@@ -25,45 +25,47 @@ _library.define(f"put(Tensor small, {_SLICE}, SymInt[] shape, bool channels_last
 _library.define("store_(Tensor(a!) full, Tensor small, Tensor start, int[] rows) -> ()")
 
 
-def _cut(start: Tensor | None, geometry: list[int]) -> cpu.Cut:
-    return cpu.WHOLE if start is None else (int(start), geometry)
+def _cut(start: Tensor | None, geometry: list[int]) -> views.Cut:
+    return views.WHOLE if start is None else (int(start), geometry)
 
 
 def _take_cpu(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype):  # type: ignore[no-untyped-def]
     if reference.is_table(row_start) or reference.is_table(col_start):
         return reference.take(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype)
     cuts = _cut(row_start, rows), _cut(col_start, cols)
-    small = cpu.take_copy(full, *cuts)  # an op must not return its input's memory
+    small = views.take_copy(full, *cuts)  # an op must not return its input's memory
     return _scaled(small, row_start, col_start, rows, cols, row_scale, col_scale).to(dtype or full.dtype)
 
 
 def _put_cpu(small, row_start, col_start, rows, cols, row_scale, col_scale, shape, channels_last, dtype):  # type: ignore[no-untyped-def]
     if reference.is_table(row_start) or reference.is_table(col_start):
         full = reference.put(small, row_start, col_start, rows, cols, row_scale, col_scale, dtype)
-        return full.contiguous(memory_format=cpu.format_of(len(shape), channels_last))
+        return full.contiguous(memory_format=views.format_of(len(shape), channels_last))
     full = _empty_full(small, shape, channels_last, dtype).zero_()
     small = small.to(torch.promote_types(small.dtype, dtype))
     small = _scaled(small, row_start, col_start, rows, cols, row_scale, col_scale)
-    return cpu.put_(full, small, _cut(row_start, rows), _cut(col_start, cols))
+    return views.put_(full, small, _cut(row_start, rows), _cut(col_start, cols))
 
 
 def _store_cpu(full: Tensor, small: Tensor, start: Tensor, rows: list[int]) -> None:
     if reference.is_table(start):
         full.copy_(reference.store(full, small, start, rows))
     else:
-        cpu.put_(full, small, _cut(start, rows))
+        views.put_(full, small, _cut(start, rows))
 
 
 def _scaled(small, row_start, col_start, rows, cols, row_scale, col_scale):  # type: ignore[no-untyped-def]
     for dim, start, geometry, scale in ((0, row_start, rows, row_scale), (1, col_start, cols, col_scale)):
         if scale is not None:
-            small = reference.scaled(small, scale, reference.sources(start, geometry)[1], dim)
+            small = reference.scaled(small, scale[reference.sources(start, geometry)[1]], dim)
     return small
 
 
 def _empty_full(small: Tensor, shape: list[int], channels_last: bool, dtype: torch.dtype) -> Tensor:
     """Memory for a gradient, dense whatever the strides of the parameter."""
-    return torch.empty(shape, dtype=dtype, device=small.device, memory_format=cpu.format_of(len(shape), channels_last))
+    return torch.empty(
+        shape, dtype=dtype, device=small.device, memory_format=views.format_of(len(shape), channels_last)
+    )
 
 
 def _take_cuda(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype):  # type: ignore[no-untyped-def]
@@ -95,7 +97,7 @@ _library.impl("store_", _store_cuda, "CUDA")
 
 @torch.library.register_fake("sliceout::take", lib=_library)
 def _take_fake(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype):  # type: ignore[no-untyped-def]
-    return cpu.empty_small(full, rows, cols, dtype)
+    return views.empty_small(full, rows, cols, dtype)
 
 
 @torch.library.register_fake("sliceout::put", lib=_library)
@@ -110,7 +112,7 @@ def _store_fake(full: Tensor, small: Tensor, start: Tensor, rows: list[int]) -> 
 
 def _take_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     full, row_start, col_start, ctx.rows, ctx.cols, row_scale, col_scale, _ = inputs
-    ctx.shape, ctx.channels_last, ctx.dtype = full.shape, cpu.is_channels_last(full), full.dtype
+    ctx.shape, ctx.channels_last, ctx.dtype = full.shape, views.is_channels_last(full), full.dtype
     # Saved, not kept: a draw between forward and backward then raises instead of misplacing the gradient.
     ctx.save_for_backward(row_start, col_start, row_scale, col_scale)
 

@@ -54,7 +54,7 @@ def take(
             index, unit = sources(start, geometry)
             out = out.index_select(dim, index)
             if scale is not None:
-                out = scaled(out, scale, unit, dim)
+                out = scaled(out, scale[unit], dim)
     return out.to(dtype or full.dtype)
 
 
@@ -74,7 +74,7 @@ def put(
             index, kept, unit = targets(start, geometry)
             out = out.index_select(dim, index)
             if scale is not None:
-                out = scaled(out, scale, unit, dim)
+                out = scaled(out, scale[unit], dim)
             out = torch.where(along(kept, dim, out.dim()), out, out.new_zeros(()))
     return out.to(dtype)
 
@@ -85,9 +85,9 @@ def store(full: Tensor, small: Tensor, start: Tensor, geometry: list[int]) -> Te
     return torch.where(along(kept, 0, full.dim()), small.to(full.dtype).index_select(0, index), full)
 
 
-def scaled(t: Tensor, scale: Tensor, unit: Tensor, dim: int) -> Tensor:
-    """``t`` times the scale of each unit along ``dim``, in float32 at least: the caller rounds once, at the end."""
-    return t * along(scale[unit].to(torch.promote_types(t.dtype, torch.float32)), dim, t.dim())
+def scaled(t: Tensor, scale: Tensor, dim: int) -> Tensor:
+    """``t`` times a factor for each entry along ``dim``, in float32 at least: the caller rounds once, at the end."""
+    return t * along(scale.to(torch.promote_types(t.dtype, torch.float32)), dim, t.dim())
 
 
 def along(vector: Tensor, dim: int, ndim: int) -> Tensor:

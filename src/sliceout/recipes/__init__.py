@@ -21,7 +21,7 @@ def arrange(
     model: nn.Module, groups: list[Group], trace: Trace, *, attention: str, stages: int | None, paper_exclusions: bool
 ) -> None:
     """Name the family of each group and apply its options; a group that is left out gets the reason."""
-    mbconv.arrange(groups, stages)
+    mbconv.arrange(model, groups, stages)
     residual.arrange(groups, paper_exclusions)
     _attention.arrange(model, groups, trace, attention)
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from ..groups import Group
 
 
-def arrange(groups: list[Group], stages: int | None) -> None:
+def arrange(model: nn.Module, groups: list[Group], stages: int | None) -> None:
     """Slice the expanded channels only, as the paper does, and only in the first ``stages`` stages.
 
     A stage is what the model's own numbering calls one (``blocks.2``, ``features.4``).
     """
+    modules = dict(model.named_modules())
     if stages is not None and stages < 1:
         raise ValueError(f"stages={stages}: expected at least 1, or None for all")
-    expanded = [g for g in groups if g.family == "mbconv" and g.reason is None and not g.reads_input]
-    if not expanded:
+    free = [g for g in groups if g.family in ("conv", "mbconv") and g.reason is None and not g.reads_input]
+    if not any(g.family == "mbconv" for g in free):
         return
+    expanded = [g for g in free if g.family == "mbconv" or _expands(g, modules)]
+    for group in expanded:
+        group.family = "mbconv"
     for group in groups:
         if group.family in ("conv", "mbconv") and group not in expanded:
             group.reason = group.reason or "outside the expanded channels of the inverted bottlenecks"
@@ -22,6 +28,15 @@ def arrange(groups: list[Group], stages: int | None) -> None:
     for group in groups:
         if stages is not None and (group not in expanded or _stage(group) not in kept):
             group.reason = group.reason or f"not in the first {stages} stages"
+
+
+def _expands(group: Group, modules: dict[str, nn.Module]) -> bool:
+    """Fused blocks (EfficientNetV2) have no depthwise convolution: a wide middle between two narrow ends tells them."""
+    into, out = (max(getattr(modules[n], c, 0) for n in group.names(r)) for r, c in _ENDS)
+    return 0 < into < group.size and 0 < out < group.size
+
+
+_ENDS = (("out", "in_channels"), ("in", "out_channels"))
 
 
 def _stage(group: Group) -> str:
