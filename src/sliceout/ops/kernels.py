@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .views import empty_small, is_channels_last, memory_format
 from .reference import is_table
+from .views import empty_small, is_channels_last, memory_format
 
 
 @triton.jit

@@ -4,8 +4,10 @@ The other implementations are tested against this one; compiled graphs use ``sto
 
 ``rows`` and ``cols`` describe dimensions 0 and 1 as ``[size, width, blocks, inner]`` (see ``Axis``); an empty list
 leaves the dimension whole. A start of one entry is that of a slice; one of ``2 * size`` entries is the table of a
-``Subset``: its units in order, kept ones first, and the place of each unit in that order. ``put`` gathers instead of scattering: each full entry looks up where it would lie in the
-small tensor. So nothing is zero-filled first, no two writes meet, and both directions fuse.
+``Subset``: its units in order, kept ones first, and the place of each unit in that order.
+
+``put`` gathers instead of scattering: each full entry looks up where it would lie in the small tensor. So nothing is
+zero-filled first, and no two writes meet.
 """
 
 from __future__ import annotations

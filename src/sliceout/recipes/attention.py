@@ -21,7 +21,7 @@ from ..trace import Trace
 from .rotary import split_off_values_
 
 INSIDE = ("head_dim", "head_size", "attention_head_size", "dim_head", "d_kv", "key_value_proj_dim", "attn_head_dim",
-          "dim_per_head", "d_head", "per_head_dim", "hidden_size_per_attention_head", "attention_hidden_size")  # fmt: skip
+          "dim_per_head", "d_head", "per_head_dim", "hidden_size_per_attention_head")  # fmt: skip
 HEADS = ("num_heads", "n_heads", "n_head", "heads", "nhead", "num_attention_heads", "num_key_value_heads",
          "num_kv_heads", "n_kv_heads", "num_q_heads")  # fmt: skip
 TOTAL = ("attn_dim", "all_head_size", "inner_dim", "split_size", "kv_dim", "d_attn", "q_dim", "key_dim", "value_dim")

@@ -41,7 +41,7 @@ class ValuesApart(Sliced):
 
 
 def split_off_values_(module: Any, projection: str, s: Slice) -> bool:
-    """Let the output of ``module.<projection>`` be viewed by the width of ``s``; false if the code does not allow it."""
+    """Let the output of ``module.<projection>`` be viewed by the width of ``s``; false if the code forbids it."""
     made = _made(type(module), projection)
     if made is None:
         return False
