@@ -152,6 +152,8 @@ def test_notes_compare_at_equal_time_and_own_up_to_memory() -> None:
     assert "took SliceOut 2.4 s and dropout 6.0 s" in text
     assert "After 2.4 s, dropout had reached 70.0% and no dropout had reached 80.0%" in text
     assert "leaves at full size" in text
+    made[1].curve = made[1].curve[2:]
+    assert "dropout had not finished an epoch" in " ".join(show.notes(made))
     made[2].peak = 10
     assert "leaves at full size" not in " ".join(show.notes(made))
 
@@ -162,8 +164,9 @@ def test_progress_without_a_terminal_is_one_line_an_epoch(data: Images) -> None:
     show.follow(train(contenders, data, QUICK), contenders, QUICK.epochs, 20, console)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(lines) == 3 * QUICK.epochs
+    assert max(map(len, lines)) <= 80 - 10  # which leaves room for a bar in a terminal
     assert lines[-1].startswith(SLICEOUT)  # in the fourth epoch the first goes first again
-    assert lines[-1].endswith("0:00:00 left")
+    assert lines[-1].endswith("00:00 left")
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def demo(
     show.follow(train(contenders, images, settings), contenders, settings.epochs, steps, console)
     result = summary(contenders, images, settings)
     (out / "demo.json").write_text(json.dumps(result, indent=1) + "\n")
-    where = f"{result['machine']['device']}, {result['machine']['threads']} threads, torch {result['machine']['torch']}"
+    where = "{device}, {threads} thread(s), torch {torch}".format(**result["machine"])
     show.plot(contenders, f"{title}\n{where}", out / "demo.png")
     console.print(show.table(contenders, where))
     for note in show.notes(contenders):

@@ -25,7 +25,7 @@ def follow(running: Iterable[Scheme], contenders: Sequence[Scheme], epochs: int,
     """Run the training to its end, showing where each scheme stands (one line an epoch where there is no terminal)."""
     bar = Progress(
         TextColumn("{task.description}"),
-        BarColumn(bar_width=14),
+        BarColumn(bar_width=10),
         TextColumn("{task.fields[status]}"),
         TextColumn("{task.fields[left]}", style="dim"),
         console=console,
@@ -45,9 +45,9 @@ def follow(running: Iterable[Scheme], contenders: Sequence[Scheme], epochs: int,
 
 
 def _status(scheme: Scheme, epochs: int) -> str:
-    accuracy = "-" if scheme.epoch == 1 and not scheme.curve else f"{scheme.accuracy:.1%}"
+    accuracy = f"{scheme.accuracy:.1%}" if scheme.curve else "-"
     epoch = f"{scheme.epoch}/{epochs}"
-    return f"epoch {epoch:>5}  loss {scheme.loss:.3f}  accuracy {accuracy:>5}  {scheme.milliseconds:5.1f} ms/step"
+    return f"epoch {epoch:>5} loss {scheme.loss:.3f} acc {accuracy:>5} {scheme.milliseconds:5.1f} ms/step"
 
 
 def _left(contenders: Sequence[Scheme], total: int) -> str:
@@ -55,7 +55,7 @@ def _left(contenders: Sequence[Scheme], total: int) -> str:
     known = [s.milliseconds for s in contenders if s.steps]
     usual = sum(known) / len(known)
     left = sum((total - len(s.steps)) * (s.milliseconds if s.steps else usual) for s in contenders) / 1000
-    return f"{timedelta(seconds=round(left))} left"
+    return f"{timedelta(seconds=round(left))}".removeprefix("0:") + " left"
 
 
 def table(contenders: Sequence[Scheme], title: str) -> Table:
@@ -84,7 +84,7 @@ def notes(contenders: Sequence[Scheme]) -> list[str]:
     by_name = {s.name: s for s in contenders}
     sliced, dropout, none = by_name[SLICEOUT], by_name[DROPOUT], by_name[NONE]
     seconds = sum(sliced.steps)
-    others = (f"{s.name} had reached {_percent(s.accuracy_after(seconds))}" for s in (dropout, none))
+    others = (f"{s.name} had {_reached(s.accuracy_after(seconds))}" for s in (dropout, none))
     out = [
         f"All trained for as many epochs, which took SliceOut {seconds:.1f} s and dropout {sum(dropout.steps):.1f} s. "
         f"After {seconds:.1f} s, {' and '.join(others)}."
@@ -97,8 +97,8 @@ def notes(contenders: Sequence[Scheme]) -> list[str]:
     return out
 
 
-def _percent(accuracy: float) -> str:
-    return "no result yet" if math.isnan(accuracy) else f"{accuracy:.1%}"
+def _reached(accuracy: float) -> str:
+    return "not finished an epoch" if math.isnan(accuracy) else f"reached {accuracy:.1%}"
 
 
 def plot(contenders: Sequence[Scheme], title: str, path: Path) -> None:
