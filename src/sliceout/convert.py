@@ -10,14 +10,17 @@ import torch
 from torch import nn
 
 from . import recipes
+from .baselines import DROPS, check_scheme, drop_
 from .borrow import borrow_
 from .draws import slices as slices_of
 from .dryrun import DryRun
 from .groups import RIVAL, Group, find_groups, part_together
 from .multihead import attend_
 from .nn import Sliced, plain_, slice_, sliced_class
+from .patching import patch_blocks_
 from .report import Cost, Report, Row, pattern, savings
 from .slices import Axis, Joint, Slice, Slices, width_of
+from .subset import Subset
 
 Rate = float | Mapping[str, float] | Callable[[str], float | None] | None
 Filter = str | Iterable[str] | Callable[[nn.Module, str], bool] | None
@@ -27,6 +30,7 @@ def convert_(
     model: nn.Module,
     rate: Rate = None,
     *,
+    scheme: str = "sliceout",
     sampling: str = "circular",
     norm: str = "probabilistic",
     fold: str = "consumer",
@@ -48,6 +52,10 @@ def convert_(
         rate: fraction of units to drop: a number for all groups; a dict from name patterns to numbers; a function of
             the group's name (``None`` to skip it); or ``None`` to take over the rates of the ``nn.Dropout`` layers
             that lie inside a group. Dropouts inside a sliced group rest while SliceOut is on.
+        scheme: ``"sliceout"``, or one of the paper's baselines at the same places: ``"none"``, ``"standard"``,
+            ``"spatial"`` or ``"dropblock"`` dropout, ``"controlled"`` dropout (a random subset of units, whatever
+            ``sampling`` says), or ``"patch"`` (a window of the feature map through every residual block; ``rate`` is of
+            its area, and only ``norm``, ``align`` and ``filter`` apply). See :mod:`sliceout.baselines`.
         sampling, norm, fold, align: see :class:`~sliceout.Slice`.
         filter: only groups all of whose producing and consuming layers match: name patterns (``"blocks.*.mlp.*"``) or
             a function of ``(module, name)``.
@@ -70,6 +78,12 @@ def convert_(
         torch.Size([3, 2])
     """
     _check(model, rate, attention, {"sampling": sampling, "norm": norm, "fold": fold})
+    check_scheme(scheme)
+    if scheme == "patch":
+        _only_for_units(attention, stages, paper_exclusions)
+        return patch_blocks_(
+            model, rate, norm=norm, align=align, filter=filter, example_inputs=example_inputs, seed=seed
+        )
     run = DryRun(model, example_inputs)
     groups = find_groups(run.shadow(), run.trace)
     recipes.arrange(model, groups, run.trace, attention=attention, stages=stages, paper_exclusions=paper_exclusions)
@@ -85,15 +99,11 @@ def convert_(
 
     def make(group: Group) -> Slice:
         read = not {m.role for m in group.members} <= {"out", "qk"}  # the temperature, not a norm, follows q and k
-        return Slice(
-            group.size,
-            rates[group],
-            sampling=sampling,
-            norm=norm if read else "none",
-            fold="consumer" if group.contracted else fold,
-            align=align,
-            seed=seed,
-        )
+        settings: dict[str, Any] = {"norm": norm if read else "none", "align": align, "seed": seed}
+        settings["fold"] = "consumer" if group.contracted else fold
+        if scheme == "controlled":
+            return Subset(group.size, rates[group], **settings)
+        return Slice(group.size, rates[group], sampling=sampling, **settings)
 
     def apply(shadow: nn.Module, chosen: list[Group]) -> None:
         _apply(shadow, chosen, make)
@@ -103,9 +113,14 @@ def convert_(
         plan, tried = run.settle(groups, apply, lambda g: make(g).width)
     if not plan:
         raise ValueError(_nothing(model, groups))
-    made = _apply(model, plan, make)
+    if scheme in DROPS:
+        made, tried = drop_(model, plan, rates, scheme, run.trace), run.trace
+    else:
+        made = _apply(model, plan, make)
+    if not made:
+        raise ValueError(_nothing(model, groups))
     rows = [Row(g, made.get(g)) for g in groups]
-    return Report(type(model).__name__, rows, Cost.of(run.trace), Cost.of(tried), Slices(made.values()))
+    return Report(type(model).__name__, rows, Cost.of(run.trace), Cost.of(tried), Slices(made.values()), scheme)
 
 
 def revert_(model: nn.Module) -> nn.Module:
@@ -192,6 +207,12 @@ def _check(model: nn.Module, rate: Any, attention: str, settings: dict[str, Any]
     Slice(8, 0.5, **settings)  # raises on unknown names
     for value in [rate] if isinstance(rate, (int, float)) else rate.values() if isinstance(rate, Mapping) else []:
         width_of(1 << 20, value, None)
+
+
+def _only_for_units(attention: str, stages: int | None, paper_exclusions: bool) -> None:
+    given = {"attention": attention != "dims", "stages": stages is not None, "paper_exclusions": paper_exclusions}
+    for name in (n for n, is_given in given.items() if is_given):
+        raise ValueError(f"{name} is about units, which scheme='patch' does not slice: choose blocks with filter=")
 
 
 def _rate_of(group: Group, rate: Rate, modules: dict[str, Any], align: int | None) -> tuple[float, str | None]:

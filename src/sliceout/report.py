@@ -73,6 +73,7 @@ class Report:
         rows: every group that was found, sliced (``slice`` is set) or skipped (``reason`` is).
         before, after: forward cost of the full and of the sliced network on the example inputs.
         slices: the slices, drawn together.
+        scheme: ``"sliceout"``, or the baseline that was asked for.
     """
 
     model: str
@@ -80,6 +81,7 @@ class Report:
     before: Cost
     after: Cost
     slices: Slices = field(repr=False)
+    scheme: str = "sliceout"
 
     @property
     def converted(self) -> int:
@@ -111,6 +113,7 @@ class Report:
         """Plain data, for JSON."""
         return {
             "model": self.model,
+            "scheme": self.scheme,
             "flops": {"full": self.before.total_flops, "sliced": self.after.total_flops},
             "activations": {"full": self.before.total_activations, "sliced": self.after.total_activations},
             "groups": [
@@ -132,15 +135,14 @@ class Report:
     def __str__(self) -> str:
         sliced = [r for r in self.rows if r.slice is not None]
         groups = "1 group" if len(sliced) == 1 else f"{len(sliced)} groups"
-        lines = [f"SliceOut: {self.model}, {groups} of units sliced ({_settings(sliced)})"]
+        lines = [_title(self, groups, _settings(sliced))]
         table: list[tuple[str, ...]] = [("group (first layer)", "kind", "read by", "kept", "FLOPs", "activations")]
         saved = savings([r.group for r in sliced], self.before, self.after)
         for name, rows in _alike(sliced):
             s, g = rows[0].slice, rows[0].group
             assert s is not None
             flops, activations = (sum(saved[r.group][i] for r in rows) for i in range(2))
-            kept = f"{s.width} of {s.size}"
-            table.append((name, g.family, _readers(g), kept, _percent(flops), _percent(activations)))
+            table.append((name, g.family, _readers(g), s.share, _percent(flops), _percent(activations)))
         lines += _shortened(_columns(table), 16, "groups")
         flops, activations = self.flop_saving, self.activation_saving
         lines.append(f"whole model: FLOPs {_percent(flops)}, activations {_percent(activations)} per training step")
@@ -167,6 +169,14 @@ def _shortened(lines: list[str], most: int, what: str) -> list[str]:
     if len(lines) <= most:
         return lines
     return [*lines[: most - 1], f"  ... and {len(lines) - most + 1} more {what}: see .rows"]
+
+
+def _title(report: Report, groups: str, settings: str) -> str:
+    if report.scheme == "sliceout":
+        return f"SliceOut: {report.model}, {groups} of units sliced ({settings})"
+    if report.scheme == "patch":
+        return f"Patch-SliceOut: {report.model}, {groups.replace('group', 'residual block')} ({settings})"
+    return f"Baseline {report.scheme!r}: {report.model}, {groups} of units ({settings})"
 
 
 def _settings(rows: list[Row]) -> str:

@@ -150,7 +150,7 @@ class Slice:
         """Called when these slices of this class got new starts; more than a start follows from it in subclasses."""
 
     def rerate_(self, rate: float) -> None:
-        """Change the rate and with it the width, in place: compiled graphs that read ``start`` and ``scale`` stay valid."""
+        """Change the rate and with it the width. Tensors change in place: graphs of an earlier rate stay valid."""
         self.width, _ = width_of(self.size, _number("rate", rate), self.align)
         self.rate = float(rate)
         self.gain, scale = self._scale()
@@ -379,7 +379,8 @@ def draw(slices: list[Slice], step: int, table: Tensor) -> None:
         values = starts if len(members) == len(slices) else starts[members]
         values = values.to(device, non_blocking=True)  # pageable memory is staged at once: no synchronisation
         torch._foreach_copy_([slices[i].start for i in members], list(values.split(1)))
-    for kind in dict.fromkeys(map(type, slices)):
+    kinds: list[Any] = list(dict.fromkeys(map(type, slices)))
+    for kind in kinds:
         kind.settle([s for s in slices if type(s) is kind])
 
 

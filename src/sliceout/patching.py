@@ -1,0 +1,169 @@
+"""convert_(scheme="patch"): find the residual blocks of a model, and give each a window of the map it really sees."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .blocks import Form, looks_residual, recognise
+from .dryrun import DryRun
+from .groups import Group, Member
+from .ops import without_views
+from .patch import Side, patch_, window
+from .report import Cost, Report, Row
+from .slices import Slices
+from .trace import Guesses, Where
+
+Size = tuple[int, int]
+
+
+def patch_blocks_(
+    model: nn.Module,
+    rate: Any,
+    *,
+    norm: str,
+    align: int | None,
+    filter: Any,
+    example_inputs: Any,
+    seed: int,
+) -> Report:
+    """Patch every residual block of ``model``; see :func:`sliceout.convert_`."""
+    run = DryRun(model, example_inputs)
+    found = {name: block for name, block in model.named_modules() if looks_residual(block)}
+    if not found:
+        raise ValueError(
+            f"no residual block in {type(model).__name__}: looked for modules with conv1, conv2 (conv3), their norms "
+            "(bn1 or norm1...) and a shortcut, such as those of Wide ResNet and ResNet"
+        )
+    sizes = _sizes(run, found)
+    forms: dict[Any, Form | None] = {}
+    rows: list[Row] = []
+    plan: dict[str, tuple[Form, Size, Size, float]] = {}
+    for name, block in found.items():
+        group = _group(name, block, sizes)
+        rows.append(Row(group, None))
+        kind = _kind(block)
+        if kind not in forms:
+            forms[kind] = recognise(block)
+        form, value = forms[kind], _rate_of(name, block, rate)
+        group.reason = _refusal(name, block, form, sizes, value, filter, align)
+        if group.reason is None:
+            assert form is not None
+            assert value is not None
+            plan[name] = form, *sizes[name], value
+
+    def make() -> dict[str, tuple[Side, Side]]:
+        settings = {"norm": norm, "align": align or 1, "seed": seed}
+        return {n: window(reads, writes, value, **settings) for n, (_, reads, writes, value) in plan.items()}
+
+    def apply(target: nn.Module, made: dict[str, tuple[Side, Side]]) -> None:
+        modules = dict(target.named_modules())
+        for name, (row, col) in made.items():
+            patch_(modules[name], plan[name][0], row, col)
+
+    while True:
+        if not plan:
+            reasons = "; ".join(f"{r.name}: {r.reason}" for r in rows[:4])
+            raise ValueError(f"no residual block of {type(model).__name__} can be patched: {reasons}")
+        tried, failed, message = run.attempt([], lambda shadow, _: apply(shadow, make()))
+        if tried is not None:
+            break
+        broken = next((n for n in plan if (failed + ".").startswith(n + ".")), next(iter(plan)))
+        del plan[broken]
+        next(r.group for r in rows if r.name == broken).reason = f"{failed} cannot take a window: {message}"
+    made = make()
+    apply(model, made)
+    for row in rows:
+        row.slice = made[row.name][0] if row.name in made else None
+    family = Slices([s for pair in made.values() for s in pair])
+    return Report(type(model).__name__, rows, Cost.of(run.trace), Cost.of(tried), family, scheme="patch")
+
+
+def _sizes(run: DryRun, found: dict[str, nn.Module]) -> dict[str, tuple[Size, Size]]:
+    """Height and width of what the branch of each block reads and writes; without those that see several sizes."""
+    reads: dict[str, set[Any]] = {}
+    writes: dict[str, set[Any]] = {}
+
+    def called(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        block, _, layer = name.rpartition(".")
+        if layer == "conv1" and block in found:
+            reads.setdefault(block, set()).add(tuple(args[0].shape[-2:]))
+        if name in found and isinstance(output, Tensor):
+            writes.setdefault(name, set()).add(tuple(output.shape[-2:]))
+
+    shadow = run.shadow()
+    with Where(shadow) as where, torch.no_grad(), without_views(), Guesses():
+        where.on_call.append(called)
+        shadow(*run.call[0], **run.call[1])
+    return {
+        n: (next(iter(reads[n])), next(iter(writes[n])))
+        for n in found
+        if len(reads.get(n, ())) == len(writes.get(n, ())) == 1
+    }
+
+
+def _group(name: str, block: nn.Module, sizes: dict[str, tuple[Size, Size]]) -> Group:
+    layers = [f"{name}.{n}" if name else n for n, _ in block.named_modules() if n]
+    first = f"{name}.conv1" if name else "conv1"
+    height = sizes[name][1][0] if name in sizes else 0
+    return Group(name, height, [Member(first, "in", 1, 1)], passes=[n for n in layers if n != first], family="patch")
+
+
+def _kind(block: nn.Module) -> Any:
+    """Equal for blocks that run the same code: what was found out about one holds for the others."""
+    return type(block), tuple((n, type(m), m is None) for n, m in block._modules.items())
+
+
+def _refusal(
+    name: str,
+    block: Any,
+    form: Form | None,
+    sizes: dict[str, tuple[Size, Size]],
+    rate: float | None,
+    filter: Callable[[nn.Module, str], bool] | str | Iterable[str] | None,
+    align: int | None,
+) -> str | None:
+    if filter is not None:
+        patterns = [filter] if isinstance(filter, str) else [] if callable(filter) else list(filter)
+        if not (filter(block, name) if callable(filter) else any(fnmatch.fnmatch(name, p) for p in patterns)):
+            return "left out by filter"
+    if not any(p.requires_grad for p in block.parameters()):
+        return "all its parameters are frozen"
+    if form is None:
+        return f"the code of {type(block).__name__} computes something else than shortcut plus branch"
+    for i in range(1, form.convs + 1):
+        conv = getattr(block, f"conv{i}")
+        if conv.padding != "same" and any(
+            2 * p != d * (k - 1) for p, d, k in zip(conv.padding, conv.dilation, conv.kernel_size, strict=True)
+        ):
+            return f"conv{i} changes the size of the map (kernel {conv.kernel_size}, padding {conv.padding})"
+    if name not in sizes:
+        return "it is called with maps of several sizes, or not at all"
+    if rate is None:
+        return "no nn.Dropout lies inside it, and no rate was given"
+    reads, writes = sizes[name]
+    if min(writes) < 2:
+        return f"a {writes[0]}x{writes[1]} map has no smaller window"
+    try:
+        row, col = window(reads, writes, rate, align=align or 1)
+    except ValueError as error:
+        return str(error)
+    if not row.sliced and not col.sliced:
+        return f"at rate {rate} the whole {writes[0]}x{writes[1]} map is kept"
+    return None
+
+
+def _rate_of(name: str, block: nn.Module, rate: Any) -> float | None:
+    if rate is None:
+        own = [m.p for m in block.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
+        return max(own, default=None) or None
+    if callable(rate):
+        return rate(name)
+    if isinstance(rate, Mapping):
+        names = [name, *(f"{name}.{n}" for n, _ in block.named_modules())]
+        return next((r for pattern, r in rate.items() if fnmatch.filter(names, pattern)), None)
+    return float(rate)
