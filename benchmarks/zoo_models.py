@@ -59,18 +59,21 @@ def timm_families() -> dict[str, list[str]]:
 
 
 def build_timm(name: str) -> tuple[nn.Module, torch.Tensor]:
-    """A model and an input, at the smallest image size that it accepts."""
+    """A model and an input, at the smallest image size that it accepts; two layers deep if it is huge otherwise."""
     import timm
+
+    parameters = dict(pair for found in json.loads(MEMBERS.read_text()).values() for pair in found)
+    settings = {"depth": 2} if parameters[name] > 2e8 else {}
 
     config = timm.get_pretrained_cfg(name)
     channels, full = (config.input_size[0], config.input_size[-1]) if config else (3, 224)
     for size in (64, 96, 128, 160, 192, full):
         model = None
         with contextlib.suppress(Exception):
-            model = timm.create_model(name, pretrained=False, img_size=size)
+            model = timm.create_model(name, pretrained=False, img_size=size, **settings)
         if model is None and config is not None and config.fixed_input_size and size != full:
             continue
-        model = model if model is not None else timm.create_model(name, pretrained=False)
+        model = model if model is not None else timm.create_model(name, pretrained=False, **settings)
         x = torch.randn(2, channels, size, size)
         with contextlib.suppress(Exception), torch.no_grad():
             model.train()(x)
@@ -115,7 +118,8 @@ HF: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deberta": ("DebertaConfig", "DebertaForMaskedLM", _SMALL),
     "deberta-v2": ("DebertaV2Config", "DebertaV2ForMaskedLM", _SMALL),
     "distilbert": (
-        "DistilBertConfig", "DistilBertForMaskedLM", {"dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 128, "vocab_size": 128}
+        "DistilBertConfig", "DistilBertForMaskedLM",
+        {"dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 128, "vocab_size": 128},
     ),
     "electra": ("ElectraConfig", "ElectraForPreTraining", {**_SMALL, "embedding_size": 32}),
     "ernie": ("ErnieConfig", "ErnieForMaskedLM", _SMALL),
@@ -145,12 +149,13 @@ HF: dict[str, tuple[str, str, dict[str, Any]]] = {
     "longformer": ("LongformerConfig", "LongformerForMaskedLM", {**_SMALL, "attention_window": 8}),
     "m2m_100": ("M2M100Config", "M2M100ForConditionalGeneration", _SEQ2SEQ),
     "mamba": (
-        "MambaConfig", "MambaForCausalLM", {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "state_size": 8}
+        "MambaConfig", "MambaForCausalLM",
+        {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "state_size": 8},
     ),
     "mamba2": (
         "Mamba2Config", "Mamba2ForCausalLM",
-        {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "state_size": 8, "num_heads": 8, "head_dim": 16, "n_groups": 1,
-             "chunk_size": 16},
+        {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "state_size": 8, "num_heads": 8,
+         "head_dim": 16, "n_groups": 1, "chunk_size": 16},
     ),
     "marian": ("MarianConfig", "MarianMTModel", {**_SEQ2SEQ, "pad_token_id": 0}),
     "mbart": ("MBartConfig", "MBartForConditionalGeneration", _SEQ2SEQ),
@@ -161,7 +166,10 @@ HF: dict[str, tuple[str, str, dict[str, Any]]] = {
     }),
     "modernbert": ("ModernBertConfig", "ModernBertForMaskedLM", _SMALL),
     "mpnet": ("MPNetConfig", "MPNetForMaskedLM", _SMALL),
-    "mpt": ("MptConfig", "MptForCausalLM", {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 128, "max_seq_len": 64}),
+    "mpt": (
+        "MptConfig", "MptForCausalLM",
+        {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 128, "max_seq_len": 64},
+    ),
     "mt5": ("MT5Config", "MT5ForConditionalGeneration", _T5),
     "nystromformer": ("NystromformerConfig", "NystromformerForMaskedLM", {
         **_SMALL, "num_landmarks": 4, "segment_means_seq_len": 16,
@@ -190,7 +198,10 @@ HF: dict[str, tuple[str, str, dict[str, Any]]] = {
         "SwitchTransformersConfig", "SwitchTransformersForConditionalGeneration", {**_T5, "num_experts": 4}
     ),
     "t5": ("T5Config", "T5ForConditionalGeneration", _T5),
-    "xlm": ("XLMConfig", "XLMWithLMHeadModel", {"emb_dim": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 128, "n_words": 128}),
+    "xlm": (
+        "XLMConfig", "XLMWithLMHeadModel",
+        {"emb_dim": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 128, "n_words": 128},
+    ),
     "xlm-roberta": ("XLMRobertaConfig", "XLMRobertaForMaskedLM", _SMALL),
     "xlnet": (
         "XLNetConfig", "XLNetLMHeadModel", {"d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 128, "vocab_size": 128}

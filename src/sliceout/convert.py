@@ -235,7 +235,11 @@ def _rate_of(group: Group, rate: Rate, modules: dict[str, Any], align: int | Non
         width, _ = width_of(group.size, value, align)
     except ValueError as error:
         return 0.0, str(error)
-    return value, None if width < group.size else f"at rate {value} all {group.size} units are kept"
+    if width == group.size:
+        return value, f"at rate {value} all {group.size} units are kept"
+    if width == 1:  # would broadcast against anything: the dry run could not tell a right from a wrong use
+        return value, f"rate {value} keeps a single one of {group.size} units: choose a lower rate for it"
+    return value, None
 
 
 def _filtered(group: Group, filter: Filter, modules: dict[str, nn.Module]) -> str | None:

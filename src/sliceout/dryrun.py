@@ -76,6 +76,8 @@ class DryRun:
             if len(more) == len(chosen) + len(kind):
                 chosen, tried = more, second
             else:
+                for group in chosen:
+                    group.reason = None
                 for group, reason in zip(kind, reasons, strict=True):
                     group.reason = reason
         return chosen, tried

@@ -13,6 +13,7 @@ from .nn import _Conv, _Mixing, sliced_class
 from .trace import INPUT, Atom, Dim, Trace, Use, block, expand, identify
 
 RESIDUAL = "shared by a residual stream"
+OUTPUT = "an output of the model"
 RIVAL = "another way to slice the same layers was chosen"
 
 
@@ -110,6 +111,11 @@ def find_groups(model: nn.Module, trace: Trace) -> list[Group]:
         if fused is not None:
             found[atom], found[Atom(atom.size)] = fused
     groups = [g for g in found.values() if g.names("out") and (g.names("in") or g.contracted)]
+    known = {name for g in groups for name in g.names("out")}
+    for group in found.values():  # layers that could write units, were it not for what becomes of those
+        if group not in groups and group.reason not in (None, OUTPUT) and not known & {*group.names("out"), ""}:
+            groups += [group] if group.names("out") else []
+    groups.sort(key=list(found.values()).index)
     for group in groups:
         group.name = group.names("out")[0]
         group.family = _family(modules, group)

@@ -52,7 +52,8 @@ def masked_dense_(full: nn.Module, report: Report) -> nn.Module:
 
 def _mask_group(modules: dict[str, nn.Module], group: Group, s: Slice) -> None:
     kept, scale = kept_mask(s), normalisation(s)
-    norms = [m for m in group.members if m.role == "unit" and not isinstance(modules[m.module], _UNITWISE)]
+    skip = _UNITWISE if not group.contracted else _UNITWISE[1:]  # a batch norm may turn a masked 0 into something else
+    norms = [m for m in group.members if m.role == "unit" and not isinstance(modules[m.module], skip)]
     # q.k / sqrt(size) becomes q.k / sqrt(width): both get half of the factor, behind their norms if they have any
     factor = (s.size / s.width) ** 0.25 if group.contracted else 1.0
     on_rows = factor if not norms else 1.0
@@ -160,4 +161,5 @@ def quiet_(model: nn.Module) -> nn.Module:
 
 
 def _is_dropout(module: nn.Module, name: str) -> bool:
-    return name == "p" and "drop" in type(module).__name__.lower()
+    kind = type(module).__name__.lower()
+    return name == "p" and ("drop" in kind or "stochasticdepth" in kind)

@@ -164,7 +164,8 @@ def take(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tenso
             _, width, blocks, inner = geometry
             dims[d] = [Atom(n) for n in (blocks, width, inner) if n > 1]
             if id(full) in t.names:
-                t.trace.takes[t.names[id(full)], d, t.offsets.get(id(full), 0)] = dims[d]
+                key = t.names[id(full)], d, t.offsets.get(id(full), 0)
+                identify(t.trace.takes.setdefault(key, dims[d]), dims[d])  # a layer may be called more than once
     t.parameters.add(id(small))
     t.still(full, small)
     t.set(small, dims)
