@@ -54,9 +54,17 @@ def test_a_step_of_plain_sgd_by_hand() -> None:
     assert 2 * weight <= peak <= 2 * weight + 3 * outputs  # parameter and gradient; the rest is tiny
 
 
-def test_state_of_the_optimizer_and_tied_parameters() -> None:
+def test_gradients_left_by_an_earlier_step_are_released_first() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    assert peak_of_step(model, optimizer, lambda: pytest.fail("kept") if model.weight.grad is not None else None) == 32
+
+
+def test_state_of_the_optimizer_and_shared_memory() -> None:
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8))
     model[1].weight = model[0].weight
+    model.register_buffer("view", model[0].weight.detach()[:2])
     optimizer = torch.optim.Adam(model.parameters())
     parameters, buffers, counter = 4 * (64 + 8 + 8), 4 * (8 + 8), 8
     assert persistent(model, optimizer) == parameters + buffers + counter
