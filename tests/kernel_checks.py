@@ -15,7 +15,7 @@ from hypothesis import given, settings
 
 from opcases import Case, cases, listed
 from sliceout import Slice
-from sliceout.ops import cpu, kernels, reference
+from sliceout.ops import views, kernels, reference
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 CASES = [c for c in listed() if DEVICE == "cuda" or torch.Size(c.shape).numel() < 100_000]
@@ -26,14 +26,15 @@ def compare(case: Case) -> None:
     case.to(DEVICE)
     full = case.full(DEVICE, coarse=DEVICE == "cpu")  # the interpreter truncates to bfloat16 where the GPU rounds
     small = kernels.take(full, *case.args, case.target)
-    case.check(small, case.take(full), "kernels.take")
-    assert small.is_contiguous(memory_format=cpu.memory_format(full))
+    interpreted = {"truncates": DEVICE == "cpu"}
+    case.check_small(small, full, "kernels.take", **interpreted)
+    assert small.is_contiguous(memory_format=views.memory_format(full))
 
     grad = torch.randn(small.shape, dtype=torch.float64).to(case.result_dtype).to(DEVICE)
     for layout in ("contiguous", case.layout):  # a gradient may arrive in either
         grad = Case(case.shape, None, None, layout).lay_out(grad)
-        nan = torch.full_like(full, torch.nan, memory_format=cpu.memory_format(full))
-        case.check(kernels.put(grad, nan, *case.args), case.put(grad), f"kernels.put from {layout}")
+        nan = torch.full_like(full, torch.nan, memory_format=views.memory_format(full))
+        case.check_full(kernels.put(grad, nan, *case.args), grad, f"kernels.put from {layout}", **interpreted)
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=map(repr, CASES))
@@ -72,14 +73,14 @@ def test_every_start_of_a_ring_lands_where_it_should():
         s.start.fill_(start)
         s.start_on_host = start
         small = kernels.take(full, *case.args)
-        case.check(small, case.take(full), f"start {start}")
-        case.check(kernels.put(small, torch.full_like(full, torch.nan), *case.args), case.put(small), f"start {start}")
+        case.check_small(small, full, f"start {start}")
+        case.check_full(kernels.put(small, torch.full_like(full, torch.nan), *case.args), small, f"start {start}")
 
 
 def test_nan_outside_the_slice_never_leaks():
     for case in CASES:
         case.to(DEVICE)
-        kept = case.put(torch.ones(cpu.small_shape(torch.Size(case.shape), *case.args[2:4]))) != 0
+        kept = case.put(torch.ones(views.small_shape(torch.Size(case.shape), *case.args[2:4]))) != 0
         full = case.lay_out(torch.where(kept.to(DEVICE), case.full(DEVICE), torch.nan))
         assert kernels.take(full, *case.args, case.target).isfinite().all(), case
 

@@ -237,9 +237,10 @@ def compare(net: nn.Module, x_full: Tensor, what: str = "", unbatched: bool = Fa
 
 @contextlib.contextmanager
 def path(name: str) -> Iterator[None]:
-    """``eager``: as called. ``graph``: the code that a compiled graph holds (ops instead of views), run eagerly."""
-    if name == "eager":
-        yield
-        return
-    with mock.patch("torch.compiler.is_compiling", return_value=True):
+    """Which code runs: ``eager`` as called, ``ops`` as on a GPU, ``graph`` what a compiled graph would hold."""
+    with {
+        "eager": contextlib.nullcontext,
+        "ops": sliceout.ops.without_views,
+        "graph": lambda: mock.patch("torch.compiler.is_compiling", return_value=True),
+    }[name]():
         yield

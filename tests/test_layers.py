@@ -24,7 +24,8 @@ from sliceout.nn import plain_, slice_
 every_case = pytest.mark.parametrize("case", CASES, ids=[c.name for c in CASES])
 torch_cases = [c for c in CASES if hasattr(nn, c.kind)]
 every_torch_case = pytest.mark.parametrize("case", torch_cases, ids=[c.name for c in torch_cases])
-paths = pytest.mark.parametrize("how", ["eager", "graph"])
+PATHS = ["eager", "ops", "graph"]
+paths = pytest.mark.parametrize("how", PATHS)
 SCHEMES = list(itertools.product(["probabilistic", "flow", "none"], ["consumer", "producer"]))
 
 pytestmark = [
@@ -48,7 +49,7 @@ def maker(**options):
 def test_output_and_gradients_equal_the_masked_dense_layer(case: LayerCase, sampling, device):
     for norm, fold in SCHEMES:
         layer = case.sliced(maker(sampling=sampling, norm=norm, fold=fold)).to(device)
-        for how in ("eager", "graph"):
+        for how in PATHS:
             for step in range(3):
                 for s in layer.slices:
                     s.family.seek_(step)
@@ -62,7 +63,7 @@ def test_channels_last_layers_equal_the_masked_dense_layer(case: LayerCase, devi
     for norm, fold in SCHEMES:
         layer = case.sliced(maker(norm=norm, fold=fold)).to(device)
         layer = layer.to(memory_format=FORMATS[len(case.shape)])
-        for how in ("eager", "graph"):
+        for how in PATHS:
             with path(how):
                 compare(layer, case.input(device, channels_last=True), f"{how}, norm={norm}, fold={fold}:")
 
@@ -76,14 +77,14 @@ def test_gradients_of_channels_last_weights_are_channels_last(groups, kernel, de
     strides = torch.empty(10, 10 // groups, kernel, kernel).to(memory_format=torch.channels_last).stride()
     layer.weight = nn.Parameter(torch.randn(10, 10 // groups, kernel, kernel, device=device)
                                 .as_strided((10, 10 // groups, kernel, kernel), strides))  # fmt: skip
-    for how in ("eager", "graph"):
+    for how in PATHS:
         layer.weight.grad = None
         with path(how):
             layer(torch.randn(2, 6, 5, 5, device=device).to(memory_format=torch.channels_last)).sum().backward()
         assert layer.weight.grad.stride() == layer.weight.stride()
 
 
-@given(axes(), axes(), st.sampled_from(["consumer", "producer"]), st.booleans(), st.sampled_from(["eager", "graph"]))
+@given(axes(), axes(), st.sampled_from(["consumer", "producer"]), st.booleans(), st.sampled_from(PATHS))
 def test_linear_of_any_shape_rate_and_align_equals_the_masked_dense_layer(into, out, fold, bias, how):
     torch.manual_seed(0)
     into.slice.fold = out.slice.fold = fold
@@ -94,7 +95,7 @@ def test_linear_of_any_shape_rate_and_align_equals_the_masked_dense_layer(into, 
 
 @given(
     axes(max_size=6), axes(max_size=6), st.sampled_from(["consumer", "producer"]), st.integers(1, 3), st.booleans(),
-    st.sampled_from(["eager", "graph"]),
+    st.sampled_from(PATHS),
 )  # fmt: skip
 def test_conv_of_any_shape_rate_and_align_equals_the_masked_dense_layer(into, out, fold, kernel, channels_last, how):
     torch.manual_seed(0)
@@ -107,7 +108,7 @@ def test_conv_of_any_shape_rate_and_align_equals_the_masked_dense_layer(into, ou
         compare(layer, x)
 
 
-@given(axes(), st.sampled_from([0.0, 0.1, 1.0]), st.integers(1, 3), st.sampled_from(["eager", "graph"]))
+@given(axes(), st.sampled_from([0.0, 0.1, 1.0]), st.integers(1, 3), st.sampled_from(PATHS))
 def test_batch_norm_of_any_shape_rate_and_align_equals_the_masked_dense_layer(axis, momentum, length, how):
     torch.manual_seed(0)
     layer = randomise(sliceout.nn.BatchNorm1d(axis.size, momentum=momentum, slice=axis))
@@ -196,7 +197,7 @@ def test_stacks_equal_the_masked_dense_network(stack, sampling, device):
         net, shape = STACKS[stack](maker(sampling=sampling, norm=norm, fold=fold))
         randomise(net).to(device)
         family = sliceout.slices(net)
-        for how in ("eager", "graph"):
+        for how in PATHS:
             for _ in range(2):
                 family.draw_()
                 with path(how):
