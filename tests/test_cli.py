@@ -111,6 +111,13 @@ def test_help_lists_commands_and_options(capsys) -> None:
         assert option in text
 
 
+def test_without_arguments_the_help_is_shown_and_nothing_is_complained_about(capsys) -> None:
+    assert cli.main([]) == 2
+    said = capsys.readouterr()
+    assert "demo" in said.out
+    assert "sliceout: " not in said.err
+
+
 def test_unknown_command(capsys) -> None:
     assert cli.main(["dmeo"]) == 2
     assert capsys.readouterr().err.startswith("sliceout: No such command 'dmeo'")

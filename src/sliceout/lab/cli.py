@@ -14,7 +14,7 @@ from . import LabError
 
 INTERRUPTED = 130  # the exit code that shells use for it
 
-app = typer.Typer(help="SliceOut: train on one random contiguous slice of every layer.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
 @app.callback()
@@ -81,7 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"sliceout: {message}", file=sys.stderr)
+    if message:  # without arguments, the help has been printed and there is nothing to add
+        print(f"sliceout: {message}", file=sys.stderr)
     return code
 
 
