@@ -63,6 +63,36 @@ def demo(
     console.print(f"Plot: {out / 'demo.png'}   Numbers: {out / 'demo.json'}", soft_wrap=True)
 
 
+@app.command()
+def theory(
+    size: Annotated[int, typer.Option(help="Units of the layer.")] = 2048,
+    rate: Annotated[float, typer.Option(help="Fraction of them that is dropped.")] = 0.5,
+    sampling: Annotated[str, typer.Option(help="window (the paper) or circular: what is drawn as text.")] = "window",
+    align: Annotated[int | None, typer.Option(help="Starts and widths are multiples of it.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Save a picture of the keep probabilities here (.png).")] = None,
+) -> None:
+    """Print how often units are kept, how many networks are sampled and which moments of a layer's output survive."""
+    from rich.console import Console
+
+    from .. import Slice
+    from . import show_theory
+
+    console = Console(highlight=False)
+    try:
+        drawn = Slice(size, rate, sampling=sampling, align=align)
+    except ValueError as error:
+        raise LabError(str(error)) from error
+    if plot is not None:
+        _make_folder(plot.parent, "--plot")
+    console.print(f"probability of being kept: {drawn.width} of {size} units, {len(drawn.starts)} starts ({sampling})")
+    console.print(show_theory.keep_plot(drawn), style="cyan", soft_wrap=True)
+    console.print(show_theory.scenarios(drawn))
+    console.print(show_theory.table(size, rate, align))
+    if plot is not None:
+        show_theory.plot(size, rate, align, plot)
+        console.print(f"Plot: {plot}", soft_wrap=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. What a user can put right is said plainly, without a traceback."""
     try:
@@ -98,11 +128,11 @@ def _device(name: str) -> str:
     return name
 
 
-def _make_folder(path: Path) -> None:
+def _make_folder(path: Path, option: str = "--out") -> None:
     """Before anything is trained: a result that cannot be saved is found out early."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         (path / ".writable").touch()
         (path / ".writable").unlink()
     except OSError as error:
-        raise LabError(f"--out {path}: cannot write there ({error.strerror})") from error
+        raise LabError(f"{option} {path}: cannot write there ({error.strerror})") from error

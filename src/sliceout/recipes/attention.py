@@ -156,6 +156,15 @@ class Following(Sliced):
         return _rebuild, (type(self)._plain, tuple(self.small)), self.__getstate__()  # type: ignore[attr-defined]
 
 
+def rerated(model: nn.Module) -> None:
+    """The numbers of attention modules whose slices have changed their widths."""
+    for module in model.modules():
+        if isinstance(module, Following):
+            s = module.axes["unit"].slice
+            both = (_numbers(module, s, inside) for inside in (True, False))
+            module.small = next(numbers for numbers in both if numbers.keys() == module.small.keys())
+
+
 def _follow(module: Any, s: Slice, numbers: dict[str, float]) -> None:
     module.small = numbers
     adopt(module, _following(type(module), tuple(numbers)), {"unit": s.axis()})

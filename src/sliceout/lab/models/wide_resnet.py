@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...slices import width_of
+
 
 class WideBlock(nn.Module):
     """BN-ReLU-conv3x3-BN-ReLU-dropout-conv3x3 beside a shortcut; ``hidden`` channels lie between the convolutions."""
@@ -49,6 +51,8 @@ class WideResNet(nn.Module):
             raise ValueError(f"depth={depth}: expected 6 n + 4, such as 16, 28 or 40")
         if width < 1:
             raise ValueError(f"width={width}: expected at least 1")
+        if not 0 < keep <= 1:
+            raise ValueError(f"keep={keep}: expected 0 < keep <= 1")
         self.conv = nn.Conv2d(3, 16, 3, padding=1, bias=False)
         self.groups = nn.ModuleList()
         channels = 16
@@ -56,7 +60,8 @@ class WideResNet(nn.Module):
             outputs, blocks = 16 * width * 2**group, nn.Sequential()
             for i in range((depth - 4) // 6):
                 stride = 2 if group > 0 and i == 0 else 1
-                blocks.append(WideBlock(channels, outputs, stride, dropout, round(keep * outputs)))
+                hidden, _ = width_of(outputs, 1 - keep, None)  # as convert_ rounds
+                blocks.append(WideBlock(channels, outputs, stride, dropout, hidden))
                 channels = outputs
             self.groups.append(blocks)
         self.bn = nn.BatchNorm2d(channels)
