@@ -15,7 +15,7 @@ from hypothesis import given, settings
 
 from opcases import Case, cases, listed
 from sliceout import Slice
-from sliceout.ops import views, kernels, reference
+from sliceout.ops import kernels, reference, views
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 CASES = [c for c in listed() if DEVICE == "cuda" or torch.Size(c.shape).numel() < 100_000]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sliceout import Axis, Slice
 from sliceout.ops import views
+from sliceout.subset import Subset
 
 
 @dataclass
@@ -140,13 +141,13 @@ class Case:
 def axes(draw, max_size: int = 9):
     size = draw(st.integers(2, max_size))
     align = draw(st.sampled_from([a for a in (1, 2, 3, 4) if a <= size]))
-    s = Slice(
-        size,
-        draw(st.sampled_from([r for r in (0.0, 0.3, 0.5, 0.7) if r == 0 or int((1 - r) * size / align + 0.5)])),
-        align=align,
-        sampling=draw(st.sampled_from(["circular", "window", "prefix"])),
-        norm=draw(st.sampled_from(["probabilistic", "flow", "none"])),
-    )
+    rate = draw(st.sampled_from([r for r in (0.0, 0.3, 0.5, 0.7) if r == 0 or int((1 - r) * size / align + 0.5)]))
+    norm = draw(st.sampled_from(["probabilistic", "flow", "none"]))
+    sampling = draw(st.sampled_from(["circular", "circular", "window", "prefix", "subset"]))
+    if sampling == "subset":
+        s = Subset(size, rate, align=align, norm=norm)
+    else:
+        s = Slice(size, rate, align=align, norm=norm, sampling=sampling)
     s.family.seek_(draw(st.integers(0, 30)))
     return s.axis(blocks=draw(st.sampled_from([1, 1, 2, 3])), inner=draw(st.sampled_from([1, 1, 2, 3])))
 
@@ -175,6 +176,9 @@ def cases(draw, dtypes=((torch.float64, None), (torch.float32, None), (torch.flo
 
 def _at(start: int, axis: Axis) -> Axis:
     s = axis.slice
+    if isinstance(s, Subset):
+        s.family.seek_(start)
+        return axis
     assert start in s.starts
     s.start_on_host = start
     s.start.fill_(start)
@@ -217,6 +221,10 @@ def listed() -> list[Case]:
             target=bf16,
         ),
         Case((6, 8, 3, 3), _at(5, Slice(6).axis()), _at(7, Slice(8).axis()), scale_cols=True, dtype=bf16),
+        Case((10,), _at(1, Subset(10).axis()), None, scale_rows=True),
+        Case((6, 8), _at(1, Subset(6).axis()), _at(7, Slice(8).axis()), scale_rows=True, scale_cols=True),
+        Case((6, 8, 3, 3), _at(5, Slice(6).axis()), _at(1, Subset(8).axis()), "channels_last", scale_cols=True),
+        Case((6, 24, 3), _at(1, Subset(6).axis()), _at(2, Subset(4).axis(blocks=2, inner=3)), dtype=f32),
         # 10/3 is not a bfloat16: rounding it first would show
         Case((10, 96), _at(9, Slice(10, 0.7).axis()), None, scale_rows=True, dtype=bf16),
         Case((10, 96), _at(9, Slice(10, 0.7).axis()), None, scale_rows=True, dtype=f32, target=bf16),

@@ -17,8 +17,13 @@ from torch import Tensor, nn
 
 import sliceout
 from sliceout import Axis, Slice
+from sliceout.slices import Joint
+from sliceout.subset import Subset
 
 CHANNELS_LAST_LAYERS = (nn.Linear, sliceout.nn.Conv1D, nn.LayerNorm, nn.RMSNorm, sliceout.nn.LayerScale)
+
+
+M32 = 0xFFFFFFFF
 
 
 def exactly(got: Tensor, expected: Tensor, what: str = "") -> None:
@@ -32,25 +37,42 @@ def set_start(s: Slice, start: int) -> None:
     s.start.fill_(start)
 
 
+def slow_mix(x: int) -> int:
+    """lowbias32 on Python ints (https://nullprogram.com/blog/2018/07/31/)."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & M32
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & M32
+    return x ^ (x >> 16)
+
+
+def kept_units(s: Slice) -> list[int]:
+    """The units that ``s`` keeps now, in the order of the small tensors."""
+    if isinstance(s, Subset):  # those with the smallest hashes
+        number = slow_mix(s.start_on_host)
+        by_hash = sorted(range(s.size), key=lambda unit: slow_mix((number + unit * 0x9E3779B9) & M32))
+        return sorted(by_hash[: s.width])
+    return [(s.start_on_host + i) % s.size for i in range(s.width)]
+
+
 def unit_scale(s: Slice, unit: int) -> float:
     """The normalisation of one unit, by counting the starts that keep it."""
     if s.norm == "none":
         return 1.0
-    if s.norm == "flow":
+    if s.norm == "flow" or isinstance(s, Subset):
         return s.size / s.width
     keeping = sum((unit - start) % s.size < s.width for start in s.starts)
     return len(s.starts) / keeping
 
 
-def mask(axis: Axis | None, size: int, device: torch.device, scaled: bool = False) -> Tensor:
+def mask(axis: Axis | Joint | None, size: int, device: torch.device, scaled: bool = False) -> Tensor:
     """1 (or the normalisation) for the kept entries of a dimension, 0 for the others; all 1 without an axis."""
     if axis is None:
         return torch.ones(size, dtype=torch.float64, device=device)
-    s, entries = axis.slice, []
-    for _ in range(axis.blocks):
-        for unit in range(s.size):
-            kept = (unit - s.start_on_host) % s.size < s.width
-            entries += [(unit_scale(s, unit) if scaled else 1.0) if kept else 0.0] * axis.inner
+    entries = []
+    for part in axis.parts if isinstance(axis, Joint) else [axis]:
+        s, kept = part.slice, set(kept_units(part.slice))
+        for _ in range(part.blocks):
+            for unit in range(s.size):
+                entries += [(unit_scale(s, unit) if scaled else 1.0) if unit in kept else 0.0] * part.inner
     assert len(entries) == size
     return torch.tensor(entries, dtype=torch.float64, device=device)
 
@@ -105,7 +127,7 @@ class MaskedDense:
         axis = layer.axes.get("out")
         if axis is None or not layer.training or not axis.slice.on or axis.slice.width == axis.slice.size:
             return None
-        self.live.add(axis.slice)
+        self.live |= set(axis.slices)
         return axis
 
     def kept(self, layer, dim: int, x: Tensor) -> Tensor:
@@ -199,7 +221,7 @@ def compare(net: nn.Module, x_full: Tensor, what: str = "", unbatched: bool = Fa
     arriving = first.axes.get("in", first.axes.get("unit"))
     if arriving is not None and not arriving.slice.sliced:
         arriving = None
-    dense = MaskedDense([] if arriving is None else [arriving.slice])
+    dense = MaskedDense([] if arriving is None else arriving.slices)
     parameters = dict(net.named_parameters())
 
     x_full = x_full.detach().requires_grad_()

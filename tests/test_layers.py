@@ -20,6 +20,8 @@ from opcases import axes
 from oracle import channel_dim, compare, exactly, path, set_start
 from sliceout import Slice
 from sliceout.nn import plain_, slice_
+from sliceout.slices import Joint
+from sliceout.subset import Subset
 
 every_case = pytest.mark.parametrize("case", CASES, ids=[c.name for c in CASES])
 torch_cases = [c for c in CASES if hasattr(nn, c.kind)]
@@ -37,14 +39,18 @@ pytestmark = [
 def maker(**options):
     """Slices with these options, each with a seed of its own."""
     seeds = itertools.count()
-    return lambda size: Slice(size, **{"rate": 0.4, "seed": next(seeds), **options})
+    kind = Slice
+    if options.get("sampling") == "subset":
+        kind = Subset
+        del options["sampling"]
+    return lambda size: kind(size, **{"rate": 0.4, "seed": next(seeds), **options})
 
 
 # -- exactness ---------------------------------------------------------------------------------------------------------
 
 
 @devices
-@pytest.mark.parametrize("sampling", ["circular", "window", "prefix"])
+@pytest.mark.parametrize("sampling", ["circular", "window", "prefix", "subset"])
 @every_case
 def test_output_and_gradients_equal_the_masked_dense_layer(case: LayerCase, sampling, device):
     for norm, fold in SCHEMES:
@@ -106,6 +112,28 @@ def test_conv_of_any_shape_rate_and_align_equals_the_masked_dense_layer(into, ou
         layer, x = layer.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
     with path(how):
         compare(layer, x)
+
+
+@paths
+@pytest.mark.parametrize("sampling", ["circular", "window", "subset"])
+@pytest.mark.parametrize("fold", ["consumer", "producer"])
+def test_parts_of_a_fused_axis_are_sliced_and_scaled_each_by_itself(fold, sampling, how):
+    """Queries and keys, and values: two slices along one dimension, with rates of their own."""
+    for norm in ("probabilistic", "flow"):
+        narrow = maker(sampling=sampling, norm=norm, fold=fold, rate=0.5)(8)
+        wide = maker(sampling=sampling, norm=norm, fold=fold, rate=0.25, seed=7)(12)
+        for parts in ((narrow.axis(blocks=2), wide.axis()), (wide.axis(inner=2), narrow.axis())):
+            joint = Joint(parts)
+            for layer, shape in (
+                (sliceout.nn.Linear(5, joint.size, out_slice=joint), (3, 5)),
+                (sliceout.nn.Linear(joint.size, 5, in_slice=joint), (3, joint.size)),
+                (sliceout.nn.Conv1D(joint.size, 5, out_slice=joint), (3, 5)),
+                (sliceout.nn.Conv1d(joint.size, 5, 3, in_slice=joint), (3, joint.size, 4)),
+                (sliceout.nn.BatchNorm1d(joint.size, slice=joint), (4, joint.size)),
+                (sliceout.nn.LayerNorm(joint.size, slice=joint), (4, joint.size)),
+            ):
+                with path(how):
+                    compare(randomise(layer), torch.randn(shape), f"norm={norm} {layer}:")
 
 
 @given(axes(), st.sampled_from([0.0, 0.1, 1.0]), st.integers(1, 3), st.sampled_from(PATHS))
@@ -190,7 +218,7 @@ STACKS = {f.__name__: f for f in (mlp, deep_mlp, cnn, inverted_residual, transfo
 
 
 @devices
-@pytest.mark.parametrize("sampling", ["circular", "window", "prefix"])
+@pytest.mark.parametrize("sampling", ["circular", "window", "prefix", "subset"])
 @pytest.mark.parametrize("stack", STACKS)
 def test_stacks_equal_the_masked_dense_network(stack, sampling, device):
     for norm, fold in SCHEMES:
@@ -515,15 +543,17 @@ def test_autocast_returns_what_the_plain_layer_returns(case, how, device):
 
 
 @devices
-def test_a_draw_between_forward_and_backward_never_misplaces_a_gradient(device):
-    """Views on the CPU hold their start; the ops refuse to go on."""
+@paths
+def test_a_draw_between_forward_and_backward_never_misplaces_a_gradient(how, device):
+    """Views hold their start; the ops refuse to go on."""
     s = Slice(64)
     layer = sliceout.nn.Linear(5, 64, out_slice=s).to(device)
-    y = layer(torch.randn(3, 5, device=device))
+    with path(how):
+        y = layer(torch.randn(3, 5, device=device))
     kept = s.kept
     while torch.equal(s.kept, kept):
         s.family.draw_()
-    if device == "cuda":
+    if how != "eager":
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
     else:

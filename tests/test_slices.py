@@ -14,10 +14,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from conftest import cuda_only
+from oracle import M32, kept_units, slow_mix
 from sliceout import Axis, Slice, Slices
 from sliceout.slices import starts_at, table, width_of
-
-M32 = 0xFFFFFFFF
+from sliceout.subset import Subset, tables
 
 
 @st.composite
@@ -28,6 +28,12 @@ def slices(draw, sampling=("circular", "window", "prefix"), norm=("probabilistic
     assume(rate == 0 or align is None or (align <= size and math.floor((1 - rate) * size / align + 0.5) > 0))
     assume(math.floor((1 - rate) * size + 0.5) > 0)
     return Slice(size, rate, align=align, sampling=draw(st.sampled_from(sampling)), norm=draw(st.sampled_from(norm)))
+
+
+@st.composite
+def subsets(draw, max_size=40):
+    size = draw(st.integers(2, max_size))
+    return Subset(size, draw(st.sampled_from([0.0, 0.3, 0.5])), align=1, seed=draw(st.integers(0, 5)))
 
 
 def chi_square_limit(categories: int) -> float:
@@ -156,13 +162,6 @@ def test_gain_is_the_scale_where_that_is_one_number_and_none_elsewhere(s):
 # -- draws -------------------------------------------------------------------------------------------------------------
 
 
-def slow_mix(x: int) -> int:
-    """lowbias32 on Python ints (https://nullprogram.com/blog/2018/07/31/)."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & M32
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & M32
-    return x ^ (x >> 16)
-
-
 def slow_start(s: Slice, step: int) -> int:
     """The start at ``step``, in plain Python."""
     bits = slow_mix((slow_mix((slow_mix(s.seed & M32) + step) & M32) + s.stream * 0x9E3779B9) & M32)
@@ -280,6 +279,26 @@ def test_draws_are_independent_across_streams_steps_and_seeds(a, b):
     assert chi_square([pairs[i] for i in range(64)]) < chi_square_limit(64)
 
 
+@given(st.lists(subsets(), min_size=1, max_size=4), steps)
+def test_the_table_of_a_subset_lists_its_units_and_their_places(members, step):
+    family = Slices(members, step=step)
+    for _ in range(2):
+        for s in members:
+            order, place = s.start.split(s.size)
+            assert order[: s.width].tolist() == s.kept.tolist() == kept_units(s)
+            assert sorted(order.tolist()) == list(range(s.size))
+            assert place[order].tolist() == list(range(s.size))
+        family.draw_()
+
+
+def test_every_pair_of_units_is_kept_equally_often_by_a_subset():
+    """Six units, three kept: each of the 20 subsets as often as the others."""
+    made = tables(starts_at(torch.arange(20_000), table([Subset(6, 0.5)])).tolist(), 6, 3)
+    counts = Counter(map(tuple, made[:, :3].tolist()))
+    assert len(counts) == 20
+    assert chi_square(list(counts.values())) < chi_square_limit(20)
+
+
 def test_drawing_again_from_an_earlier_step_repeats_the_sequence():
     family = Slices([Slice(64, 0.5), Slice(32, 0.25)])
     seen = []
@@ -306,10 +325,10 @@ def test_state_dict_continues_the_sequence_elsewhere():
 # -- the live slice ----------------------------------------------------------------------------------------------------
 
 
-@given(slices(), st.integers(0, 50), st.integers(1, 3), st.integers(1, 3))
-def test_kept_units_are_the_run_from_the_start_in_order(s, step, blocks, inner):
+@given(st.one_of(slices(), subsets()), st.integers(0, 50), st.integers(1, 3), st.integers(1, 3))
+def test_kept_units_are_the_run_from_the_start_or_the_subset_in_order(s, step, blocks, inner):
     s.family.seek_(step)
-    assert s.kept.tolist() == [(s.start_on_host + i) % s.size for i in range(s.width)]
+    assert s.kept.tolist() == kept_units(s)
     axis = s.axis(blocks=blocks, inner=inner)
     entries = torch.arange(blocks * s.size * inner).view(blocks, s.size, inner)
     assert axis.kept.tolist() == entries[:, s.kept].flatten().tolist()
@@ -332,6 +351,21 @@ def test_a_slice_is_live_unless_switched_off_or_at_rate_zero():
     assert not s.sliced
     assert not Slice(8, 0.0).sliced
     assert not Slice(8, 0).sliced
+
+
+@given(slices(sampling=("circular", "window")), st.sampled_from([0.0, 0.2, 0.5]), st.integers(0, 20))
+def test_a_changed_rate_is_as_if_it_had_been_there_from_the_start(s, rate, step):
+    other = Slice(s.size, rate, align=s.align, sampling=s.sampling) if rate * s.size >= s.align else None
+    assume(other is not None)
+    s.family.seek_(step)
+    other.family.seek_(step)
+    start, scale = s.start, s.scale
+    s.rerate_(rate)
+    assert (s.width, s.rate, s.gain, s.start_on_host) == (other.width, other.rate, other.gain, other.start_on_host)
+    assert s.start is start, "graphs hold this tensor"
+    assert scale is None or s.scale is scale
+    if other.scale is not None:
+        assert torch.equal(s.scale, other.scale)
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])

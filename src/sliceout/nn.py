@@ -672,12 +672,18 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
+def _gain(axis: Axis | Joint) -> float | None:
+    """The normalisation if it is one number along the whole axis."""
+    gains = {s.gain for s in axis.slices}
+    return gains.pop() if len(gains) == 1 else None
+
+
 def _linear_by_views(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Axis | None, into: Axis | None, transposed: bool
 ) -> Tensor:
     """Eager CPU: where the normalisation is one number, the product applies it, and no weight is copied at all."""
-    out_gain = out.slice.gain if out is not None and out.slice.fold == "producer" else 1.0
-    in_gain = into.slice.gain if into is not None and into.slice.fold == "consumer" else 1.0
+    out_gain = _gain(out) if out is not None and out.slice.fold == "producer" else 1.0
+    in_gain = _gain(into) if into is not None and into.slice.fold == "consumer" else 1.0
     scale_out, scale_in = out_gain is None, in_gain is None
     if transposed:
         small = take(weight, into, out, scale_rows=scale_in, scale_cols=scale_out)

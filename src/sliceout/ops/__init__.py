@@ -99,9 +99,13 @@ def _take_parts(full: Tensor, rows: Any, cols: Any, **settings: Any) -> Tensor:
     return torch.cat(taken, dim)
 
 
-def store_(full: Tensor, small: Tensor, rows: Axis) -> None:
+def store_(full: Tensor, small: Tensor, rows: Axis | Joint) -> None:
     """Write ``small`` over the kept entries of the vector ``full``, which gets no gradient."""
-    if torch.compiler.is_compiling():
+    if hasattr(rows, "parts"):
+        sections = full.split([part.size for part in rows.parts]), small.split([part.width for part in rows.parts])
+        for section, kept, part in zip(*sections, rows.parts, strict=True):
+            store_(section, kept, part)
+    elif torch.compiler.is_compiling():
         full.copy_(reference.store(full, small, rows.slice.start, rows.geometry))
     elif by_views(full) and not reference.is_table(rows.slice.start):
         if small._base is not full:  # a view has written through (torch.func's do not show their base: hence clone)

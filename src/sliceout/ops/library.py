@@ -31,7 +31,8 @@ def _cut(start: Tensor | None, geometry: list[int]) -> views.Cut:
 
 def _take_cpu(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype):  # type: ignore[no-untyped-def]
     if reference.is_table(row_start) or reference.is_table(col_start):
-        return reference.take(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype)
+        small = reference.take(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype)
+        return small.contiguous(memory_format=views.memory_format(full))
     cuts = _cut(row_start, rows), _cut(col_start, cols)
     small = views.take_copy(full, *cuts)  # an op must not return its input's memory
     return _scaled(small, row_start, col_start, rows, cols, row_scale, col_scale).to(dtype or full.dtype)
