@@ -191,7 +191,7 @@ class Linear(_Mixing, nn.Linear):
         out, into = self._started(), self._arrived("in", x.shape[-1])
         if out is None and into is None:
             return super().forward(x)
-        if by_views(x):
+        if by_views(x) and _autocast_dtype(x) is None:
             return _linear_by_views(x, self.weight, self.bias, out, into, self.transposed)
         return F.linear(x, *self._small(out, into, x))
 
@@ -221,7 +221,7 @@ class Conv1D(_Mixing, nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out, into = self._started(), self._arrived("in", x.shape[-1])
-        if by_views(x) and (out or into):
+        if by_views(x) and (out or into) and _autocast_dtype(x) is None:
             return _linear_by_views(x, self.weight, self.bias, out, into, self.transposed)
         weight, bias = self._small(out, into, x)
         y = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)  # type: ignore[arg-type]  # as in transformers

@@ -18,9 +18,30 @@ Cut = tuple[int, list[int]]
 """A start and ``[size, width, blocks, inner]`` (see ``Axis``); an empty list leaves the dimension whole."""
 
 WHOLE: Cut = (0, [])
+Like = tuple[tuple[int, ...], bool, torch.dtype]
 
 
-class Take(torch.autograd.Function):
+def take_with_grad(full: Tensor, row: Cut, col: Cut, gain: float, dtype: torch.dtype) -> Tensor:
+    """:class:`Take`, without the node where no gradient can flow."""
+    apply = Take.apply if full.requires_grad or _transformed() else Take.forward
+    return apply(full, row, col, gain, dtype)
+
+
+def _transformed() -> bool:
+    return torch._C._are_functorch_transforms_active()
+
+
+class _Function(torch.autograd.Function):
+    """Skips the inspection of signatures that ``apply`` spends 50 us on, where no torch.func transform needs it."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        if _transformed():
+            return super().apply(*args)
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+
+
+class Take(_Function):
     """:func:`take` times ``gain`` in ``dtype``; backward writes the gradient into place once, however it is sliced."""
 
     @staticmethod
@@ -33,11 +54,12 @@ class Take(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         full, ctx.row, ctx.col, ctx.gain, _ = inputs
-        ctx.full = torch.empty_like(full, device="meta")
+        ctx.full = full.shape, is_channels_last(full), full.dtype
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return Put.apply(grad, ctx.full, ctx.row, ctx.col, ctx.gain), None, None, None, None
+        put = Put.apply if torch.is_grad_enabled() or _transformed() else Put.forward  # second derivatives need a node
+        return put(grad, ctx.full, ctx.row, ctx.col, ctx.gain), None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], full: Tensor, *settings: Any) -> tuple[Tensor, int]:
@@ -45,12 +67,17 @@ class Take(torch.autograd.Function):
         return small, small.dim() - 1
 
 
-class Put(torch.autograd.Function):
-    """The adjoint of :class:`Take`, and the other way round, so that second derivatives work."""
+class Put(_Function):
+    """The adjoint of :class:`Take`, and the other way round, so that second derivatives work.
+
+    ``like`` is the shape of the result, whether it is channels_last, and its dtype.
+    """
 
     @staticmethod
-    def forward(small: Tensor, like: Tensor, row: Cut, col: Cut, gain: float) -> Tensor:
-        full = torch.zeros_like(like, device=small.device)
+    def forward(small: Tensor, like: Like, row: Cut, col: Cut, gain: float) -> Tensor:
+        shape, channels_last, dtype = like
+        layout = format_of(len(shape), channels_last)
+        full = torch.empty(shape, dtype=dtype, device=small.device, memory_format=layout).zero_()
         for target, source in _rectangles(full, small, row, col):
             _scaled_into(target, source, gain)
         return full
@@ -66,10 +93,10 @@ class Put(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[int | None, ...], small: Tensor, like: Tensor, *settings: Any
+        info: Any, in_dims: tuple[int | None, ...], small: Tensor, like: Like, *settings: Any
     ) -> tuple[Tensor, int]:
-        like = like.unsqueeze(-1).expand(*like.shape, info.batch_size)
-        full = Put.apply(small.movedim(in_dims[0], -1), like, *settings)
+        shape, _, dtype = like
+        full = Put.apply(small.movedim(in_dims[0], -1), ((*shape, info.batch_size), False, dtype), *settings)
         return full, full.dim() - 1
 
 
@@ -157,10 +184,13 @@ def _blocks(cut: Cut) -> int:
 
 def _rectangles(full: Tensor, small: Tensor, row: Cut, col: Cut) -> Iterator[tuple[Tensor, Tensor]]:
     """Views of ``full`` and of ``small`` that hold the same entries."""
-    for dim, cut in ((1, col), (0, row)):  # dimension 1 first: unflattening it leaves dimension 0 where it is
-        if cut[1]:
-            full, small = (t.unflatten(dim, (cut[1][2], -1)) for t in (full, small))
-    row_dim, col_dim = 1, (3 if row[1] else 2)
+    row_dim, col_dim = 0, 1
+    if _blocks(col) > 1:
+        full, small = (t.unflatten(1, (_blocks(col), -1)) for t in (full, small))
+        col_dim = 2
+    if _blocks(row) > 1:
+        full, small = (t.unflatten(0, (_blocks(row), -1)) for t in (full, small))
+        row_dim, col_dim = 1, col_dim + 1
     for row_run in runs(*row):
         for col_run in runs(*col):
             a, b = full, small
