@@ -4,6 +4,7 @@ Everything a user needs is listed here; other names may change.
 """
 
 from . import nn
+from .capture import capture
 from .convert import convert_, off_, on_, revert_
 from .draws import draw_, slices
 from .report import Report
@@ -20,6 +21,7 @@ __all__ = [
     "Subset",
     "Tail",
     "WarmUp",
+    "capture",
     "constant_tail",
     "convert_",
     "draw_",

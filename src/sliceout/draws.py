@@ -6,10 +6,11 @@ to the next draw. A model whose parameters are split over several optimizers mov
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -120,15 +121,29 @@ def unwatch(layer: nn.Module) -> None:
     _held.clear()
 
 
+_paused = False
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Optimizer steps in here draw nothing: whoever pauses draws by hand."""
+    global _paused
+    before, _paused = _paused, True
+    try:
+        yield
+    finally:
+        _paused = before
+
+
 @torch.compiler.disable
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    families = _families_in(optimizer)
+    families = [] if _paused else families_in(optimizer)
     if not families or _steps_running(optimizer) > 1:  # a subclass's step that calls its parent's runs hooks twice
         return
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         warnings.warn(
             "sliceout: this optimizer step is being captured in a CUDA graph, whose replays cannot draw. "
-            "Call sliceout.draw_(model) after every replay.",
+            "Use sliceout.capture, or call sliceout.draw_(model) after every replay.",
             stacklevel=3,
         )
         return
@@ -137,7 +152,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             family.draw_()
 
 
-def _families_in(optimizer: Optimizer) -> list[Slices]:
+def families_in(optimizer: Optimizer) -> list[Slices]:
     """The families with a parameter in ``optimizer``; remembered until its parameters or the layers change."""
     params = [id(p) for group in optimizer.param_groups for p in group["params"]]
     if optimizer not in _held or _held[optimizer][0] != params:

@@ -1,0 +1,163 @@
+"""A whole training step as one CUDA graph: forward, backward and optimizer are replayed without Python.
+
+For batches of one shape. The next draw follows every replay from the host: one small copy instead of twenty kernels
+of integer arithmetic in the graph, and eager code sees the same slices. Learning rates live in device memory, so
+schedulers and assignments to ``group["lr"]`` take effect at the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from . import draws
+from .slices import Slices
+
+
+def capture(
+    model: nn.Module,
+    loss_fn: Callable[..., Tensor],
+    optimizer: Optimizer,
+    example_batch: tuple[Tensor, ...],
+    *,
+    autocast: torch.dtype | None = None,
+    warmup: int = 3,
+) -> CapturedStep:
+    """Capture ``loss_fn(model(*inputs), target)``, its backward and ``optimizer.step()`` for batches like the example.
+
+    The model, its statistics and the optimizer are as before when this returns: what the warm-up did is undone.
+
+    Args:
+        model: a model on a GPU in training mode, eager or compiled in the default mode.
+        loss_fn: of the output and the last tensor of the batch.
+        optimizer: any ``torch.optim`` optimizer that takes no closure.
+        example_batch: ``(*inputs, target)`` on the GPU; every later batch must have these shapes and dtypes.
+        autocast: dtype of mixed precision, such as ``torch.bfloat16``.
+        warmup: steps to run before capturing, so that libraries and allocators have made up their minds.
+
+    Returns:
+        A function of a batch that returns the loss of that step, a tensor that the next call overwrites.
+
+    Raises:
+        ValueError: if the step cannot be captured, with what stands in the way.
+    """
+    _check(model, optimizer, example_batch)
+    return CapturedStep(model, loss_fn, optimizer, example_batch, autocast, warmup)
+
+
+class CapturedStep:
+    """What :func:`capture` returns."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Tensor],
+        optimizer: Optimizer,
+        batch: tuple[Tensor, ...],
+        autocast: torch.dtype | None,
+        warmup: int,
+    ) -> None:
+        self.batch = tuple(t.detach().clone() for t in batch)
+        self.optimizer = optimizer
+        self.rates = [_to_device(group, self.batch[0].device) for group in optimizer.param_groups]
+
+        def step() -> Tensor:
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast("cuda", autocast or torch.bfloat16, enabled=autocast is not None, cache_enabled=False):
+                loss = loss_fn(model(*self.batch[:-1]), self.batch[-1])
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        kept = _Snapshot(model, optimizer)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with draws.paused(), torch.cuda.stream(side):
+            for _ in range(max(warmup, 1)):
+                step()
+            kept.restore()
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with draws.paused(), torch.cuda.graph(self.graph):
+            self.loss = step()
+        self.families: list[Slices] = draws.families_in(optimizer)
+
+    def __call__(self, *batch: Tensor) -> Tensor:
+        """One training step on ``batch``."""
+        if len(batch) != len(self.batch):
+            raise ValueError(f"{len(batch)} tensors in the batch: the captured step takes {len(self.batch)}")
+        for here, there in zip(self.batch, batch, strict=True):
+            if here.shape != there.shape or here.dtype != there.dtype:
+                raise ValueError(
+                    f"a tensor of shape {tuple(there.shape)} and {there.dtype}: the step was captured for "
+                    f"{tuple(here.shape)} and {here.dtype}. Drop the last smaller batch, or capture another step for it"
+                )
+            here.copy_(there, non_blocking=True)
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            if group["lr"] is not rate:  # somebody assigned a number
+                rate.fill_(float(group["lr"]))
+                group["lr"] = rate
+        self.graph.replay()
+        for family in self.families:
+            family.draw_()
+        return self.loss
+
+
+def _check(model: nn.Module, optimizer: Optimizer, batch: tuple[Tensor, ...]) -> None:
+    if not isinstance(batch, tuple) or len(batch) < 2:
+        raise ValueError("example_batch: expected a tuple (*inputs, target)")
+    if not torch.cuda.is_available() or any(t.device.type != "cuda" for t in (*batch, *model.parameters())):
+        raise ValueError("a CUDA graph needs the model and the batch on a GPU")
+    if not model.training:
+        raise ValueError("the model is in eval mode: call model.train() first")
+    if isinstance(optimizer, LBFGS):
+        raise ValueError("LBFGS asks for the loss several times a step, which a graph cannot")
+    if hasattr(model, "reducer"):
+        raise ValueError("a DistributedDataParallel step cannot be captured here: its hooks run on the host")
+
+
+def _to_device(group: dict[str, Any], device: torch.device) -> Tensor:
+    """Let the kernels of a parameter group read the learning rate from device memory."""
+    if "capturable" in group:
+        group["capturable"] = True
+    elif not group.get("fused", False):
+        if "fused" not in group:
+            raise ValueError("this optimizer has neither capturable nor fused kernels: a graph would freeze its rate")
+        group["fused"], group["foreach"] = True, False
+    rate = group["lr"]
+    if not isinstance(rate, Tensor) or rate.device != device:
+        rate = torch.tensor(float(rate), device=device)
+    group["lr"] = rate
+    return rate
+
+
+class _Snapshot:
+    """The numbers that a training step changes, to be put back."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.tensors = [*model.parameters(), *model.buffers()]
+        self.values = [t.detach().clone() for t in self.tensors]
+        self.state = {p: {k: _copy(v) for k, v in s.items()} for p, s in optimizer.state.items()}
+        device = self.tensors[0].device
+        for s in optimizer.state.values():  # a count kept on the host cannot be part of a graph
+            if isinstance(s.get("step"), Tensor):
+                s["step"] = s["step"].to(device)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for t, value in zip(self.tensors, self.values, strict=True):
+            t.copy_(value)
+        for p, s in self.optimizer.state.items():
+            for key, value in s.items():
+                if isinstance(value, Tensor):
+                    before = self.state.get(p, {}).get(key)
+                    value.zero_() if before is None else value.copy_(before)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

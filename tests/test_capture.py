@@ -1,0 +1,103 @@
+"""A captured step does what the eager step does, and says what it cannot do."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sliceout
+
+needs_cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=1e-3, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, 1e-2),
+    "adamw fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
+}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    convs = nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.ReLU()
+    model = nn.Sequential(*convs, nn.Flatten(), nn.Linear(512, 5))
+    sliceout.convert_(model, 0.5, example_inputs=torch.zeros(2, 3, 8, 8))
+    return model.train()
+
+
+def batches(n: int, device: str) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    return [
+        (torch.randn(16, 3, 8, 8, device=device, dtype=torch.float64), torch.randint(0, 5, (16,), device=device))
+        for _ in range(n)
+    ]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("compiled", [False, True])
+@needs_cuda[0]
+@needs_cuda[1]
+def test_captured_training_equals_eager_training(name: str, compiled: bool) -> None:
+    eager = network().double().cuda()
+    captured = copy.deepcopy(eager)
+    data = batches(8, "cuda")
+    one, other = OPTIMIZERS[name](eager.parameters()), OPTIMIZERS[name](captured.parameters())
+    before = copy.deepcopy(captured.state_dict())
+    model = torch.compile(captured) if compiled else captured
+    step = sliceout.capture(model, nn.functional.cross_entropy, other, data[0])
+    for key, value in captured.state_dict().items():
+        assert torch.equal(value, before[key]), f"capturing changed {key}"
+    starts = set()
+    for i, (x, y) in enumerate(data):
+        if i == 4:  # a new learning rate must take effect in both
+            for group in (*one.param_groups, *other.param_groups):
+                group["lr"] = 0.005
+        one.zero_grad()
+        loss = nn.functional.cross_entropy(eager(x), y)
+        loss.backward()
+        one.step()
+        torch.testing.assert_close(step(x, y), loss.detach(), rtol=1e-9, atol=1e-9)
+        starts.add(tuple(s.start.item() for s in sliceout.slices(captured)))
+        assert [s.start_on_host for s in sliceout.slices(captured)] == [s.start.item() for s in sliceout.slices(eager)]
+    assert len(starts) > 3
+    for (key, a), b in zip(eager.state_dict().items(), captured.state_dict().values(), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-8, atol=1e-8, msg=key)
+
+
+@needs_cuda[0]
+@needs_cuda[1]
+def test_a_batch_of_another_shape_is_refused() -> None:
+    model = network().double().cuda()
+    ((x, y),) = batches(1, "cuda")
+    step = sliceout.capture(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), 0.1), (x, y))
+    with pytest.raises(ValueError, match=r"shape \(7, 3, 8, 8\).*captured for \(16, 3, 8, 8\)"):
+        step(x[:7], y[:7])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m, o, b: (m, o, b), "on a GPU"),
+        (lambda m, o, b: (m, o, b[0]), "expected a tuple"),
+    ],
+)
+def test_what_cannot_be_captured_is_told(change, message: str) -> None:
+    model = network()
+    batch = batches(1, "cpu")[0]
+    model, optimizer, batch = change(model, torch.optim.SGD(model.parameters(), 0.1), batch)
+    with pytest.raises(ValueError, match=message):
+        sliceout.capture(model, nn.functional.cross_entropy, optimizer, batch)
+
+
+def test_pausing_draws_leaves_the_slices() -> None:
+    model = network().double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    family = sliceout.slices(model)
+    x, y = batches(1, "cpu")[0]
+    with sliceout.draws.paused():
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert family.step == 0
+    optimizer.step()
+    assert family.step == 1
