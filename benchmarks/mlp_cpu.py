@@ -4,7 +4,8 @@
     python benchmarks/mlp_cpu.py --table    print the table of the committed file again
 
 Eager, float32, stock Adam, batch 256, two threads. All networks live in one process and take turns step by step, in an
-order shuffled anew each round. A round during which other processes took more than 5 % of the two cores is not counted.
+order shuffled anew each round. A round during which other processes took more than 5 % of the two cores is not counted,
+and the next one waits until they leave the cores alone: on a busy machine this takes as long as it takes.
 ``narrow`` is a plain network of half the width, the floor for any method that computes half of the units.
 """
 
@@ -109,10 +110,10 @@ class OtherProcesses:
 
 
 def wait_for_quiet() -> None:
-    """Sleep until other processes have left the cores alone for two seconds."""
+    """Sleep until other processes have left the cores alone for a second."""
     while True:
         others = OtherProcesses()
-        time.sleep(2)
+        time.sleep(1)
         if others.share() < LIMIT:
             return
 
