@@ -22,6 +22,7 @@ import sys
 import time
 import traceback
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,7 @@ def main() -> int:
     parser.add_argument("kind", choices=("choose", "timm", "hf", "members"))
     parser.add_argument("only", nargs="*", help="families or models; the results are then only printed")
     parser.add_argument("--count", type=int, default=3, help="members per family")
+    parser.add_argument("--jobs", type=int, default=1, help="models at a time")
     parser.add_argument("--timeout", type=float, default=240, help="seconds for one model")
     args = parser.parse_args()
     if args.kind == "choose":
@@ -257,11 +259,15 @@ def main() -> int:
     import transformers  # noqa: F401
 
     torch.set_num_threads(1)
-    rows = []
-    for family, name in targets(args.kind, args.only, args.count):
+
+    def look(target: tuple[str, str]) -> dict[str, Any]:
+        family, name = target
         row = {"family": family, "model": name, **in_child(args.kind, name, args.timeout)}
-        rows.append(row)
         print(f"{family:22} {name:34} {line(row)}", flush=True)
+        return row
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        rows = list(pool.map(look, targets(args.kind, args.only, args.count)))
     print(f"{len(rows)} models, {sum(bool(r['converted']) for r in rows)} converted, "
           f"{sum(bool(r['failed']) for r in rows)} failed")  # fmt: skip
     if not args.only:

@@ -35,8 +35,8 @@ def is_unitwise(module: nn.Module) -> bool:
 class Borrowed(Sliced):
     """A layer that keeps its own forward."""
 
-    shown: dict[str, Any] | None
-    dim: int
+    _shown: dict[str, Any] | None
+    _unit_dim: int
     """Dimension of the input along which the units of a unitwise layer lie."""
 
     def bind(self, axes: dict[str, Axis]) -> None:
@@ -46,17 +46,17 @@ class Borrowed(Sliced):
         shown = self.show(x)
         if shown is None:
             return type(self)._plain.forward(self, x, *args, **kwargs)  # type: ignore[arg-type]
-        self.shown = shown
+        self._shown = shown
         try:
             y = type(self)._plain.forward(self, x, *args, **kwargs)  # type: ignore[arg-type]
         finally:
-            self.shown = None
+            self._shown = None
         self.keep(shown)
         return y
 
     def show(self, x: Tensor) -> dict[str, Any] | None:
         """What the forward shall see instead of its full parameters; ``None`` to leave them."""
-        axis = self._arrived("unit", x.shape[self.dim])
+        axis = self._arrived("unit", x.shape[self._unit_dim])
         if axis is None:
             return None
         shown: dict[str, Any] = {}
@@ -101,7 +101,7 @@ def borrow_(module: Any, axes: dict[str, Axis], dim: int) -> nn.Module:
     elif isinstance(module, nn.GroupNorm):
         sliced.GroupNorm.bind(module, axes)  # type: ignore[arg-type]
     names = tuple(n for n in (*module._parameters, *module._buffers, *_NUMBERS, "groups") if hasattr(module, n))
-    module.shown, module.dim = None, dim
+    module._shown, module._unit_dim = None, dim
     plain: Any = type(module)
     adopt(module, _borrowing(plain, mixing, names), axes)
     return module  # type: ignore[no-any-return]
@@ -117,8 +117,8 @@ def _borrowing(plain: Any, mixing: Any, names: tuple[str, ...]) -> type[nn.Modul
 
 def _property(name: str) -> property:
     def get(self: Any) -> Any:
-        if self.shown is not None and name in self.shown:
-            return self.shown[name]
+        if self._shown is not None and name in self._shown:
+            return self._shown[name]
         for held in (self._parameters, self._buffers):
             if name in held:
                 return held[name]

@@ -129,7 +129,7 @@ def revert_(model: nn.Module) -> nn.Module:
     if not found:
         raise ValueError(f"{type(model).__name__} has no sliced layer: nothing to revert")
     for module in found:
-        plain_(module)
+        _undo(module)
     return model
 
 
@@ -182,9 +182,19 @@ def _apply(model: nn.Module, groups: list[Group], make: Callable[[Group], Slice]
         done += recipes.adapt(model, groups, made)
     except BaseException:
         for module in done:
-            plain_(module)
+            _undo(module)
         raise
     return made
+
+
+def _undo(module: Any) -> None:
+    plain_(module)
+    for name in _EXTRAS:
+        vars(module).pop(name, None)
+
+
+_EXTRAS = ("_shown", "_unit_dim", "small", "projection")
+"""What layers with a forward of their own and attention modules keep beside their slices."""
 
 
 # -- checks and reasons ------------------------------------------------------------------------------------------------
@@ -285,4 +295,7 @@ def _nothing(model: nn.Module, groups: list[Group]) -> str:
     told = [g for g in groups if g.reason and not g.reason.startswith(RIVAL)]
     reasons = dict.fromkeys(pattern(f"{g.name}: {g.reason}") for g in told)
     found = "; found none" if not reasons else "; skipped " + "; ".join(list(reasons)[:6])
+    quantised = [n for n, m in model.named_modules() if ".quantized." in type(m).__module__]
+    if quantised:
+        found += f"; {quantised[0]} is quantised: convert_ comes before quantisation"
     return f"nothing to slice in {type(model).__name__}: {looked}{found}"

@@ -120,6 +120,8 @@ def find_groups(model: nn.Module, trace: Trace) -> list[Group]:
         group.name = group.names("out")[0]
         group.family = _family(modules, group)
         group.reads_input = bool(stems & set(group.names("out")))
+        if group.reason is None and all(".lora_A." in f".{name}" for name in group.names("out")):
+            group.reason = "the rank of a LoRA adapter, which is small on purpose"
         if group.reason is None and len({(m.module, m.role) for m in group.members}) < len(group.members):
             group.reason = "the same units lie twice along one dimension"
     return groups

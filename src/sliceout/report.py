@@ -35,17 +35,19 @@ class Cost:
 def savings(sliced: list[Group], before: Cost, after: Cost) -> dict[Group, tuple[float, float]]:
     """FLOPs and activations that the layers of each group save, as fractions of the whole model.
 
-    A layer between two groups counts half in each.
+    The work of a layer between two groups counts half in each; what it writes belongs to those units alone.
     """
-    touched = {g: {*(m.module for m in g.members), *g.passes} for g in sliced}
-    sharers = Counter(name for names in touched.values() for name in names)
+    work = {g: {m.module for m in g.members} for g in sliced}
+    written = {g: {*(m.module for m in g.members if m.role != "in"), *g.passes} for g in sliced}
+    flops, gone = _shares(work, before.flops, after.flops), _shares(written, before.activations, after.activations)
     totals = max(before.total_flops, 1), max(before.total_activations, 1)
-    out = {}
-    for group, names in touched.items():
-        flops = sum((before.flops.get(n, 0) - after.flops.get(n, 0)) / sharers[n] for n in names)
-        gone = sum((before.activations.get(n, 0) - after.activations.get(n, 0)) / sharers[n] for n in names)
-        out[group] = flops / totals[0], gone / totals[1]
-    return out
+    return {g: (flops[g] / totals[0], gone[g] / totals[1]) for g in sliced}
+
+
+def _shares(touched: dict[Group, set[str]], before: dict[str, int], after: dict[str, int]) -> dict[Group, float]:
+    """What the modules of each group save, divided among the groups that touch them."""
+    sharers = Counter(name for names in touched.values() for name in names)
+    return {g: sum((before.get(n, 0) - after.get(n, 0)) / sharers[n] for n in names) for g, names in touched.items()}
 
 
 @dataclass

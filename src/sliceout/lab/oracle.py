@@ -61,7 +61,7 @@ def _mask_group(modules: dict[str, nn.Module], group: Group, s: Slice) -> None:
         _mask_norm(modules[m.module], m, kept, factor)
     for m in group.members:
         layer: Any = modules[m.module]
-        if m.role == "out":
+        if m.role == "out" and not _passes(group, m, layer):
             rows = kept * on_rows if group.contracted else scale if s.fold == "producer" else torch.ones_like(kept)
             _multiply(layer, "out", m, rows)
         elif m.role == "qk":  # of nn.MultiheadAttention, whose queries and keys are the first two thirds
@@ -79,7 +79,7 @@ _UNITWISE = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd, nn.
 
 def _passes(group: Group, m: Member, layer: Any) -> bool:
     """A depthwise convolution and the like: units go through whole, and are weighed where they are read."""
-    whole = any(o.module == m.module and o.role == "out" for o in group.members)
+    whole = {"in", "out"} <= {o.role for o in group.members if o.module == m.module}
     return whole and getattr(layer, "groups", 1) > 1
 
 

@@ -10,7 +10,8 @@ def arrange(groups: list[Group], paper_exclusions: bool) -> None:
 
     The paper turns SliceOut off in the first residual block of the network and in the last block of each stage.
     """
-    written = {name for g in groups if g.reason == RESIDUAL for name in g.names("out")}
+    streams = [g for g in groups if g.reason == RESIDUAL]
+    written = {name for g in streams for name in g.names("out")}
     outside = [g for g in groups if g.family == "conv"]
     inside: list[Group] = []
     while found := [g for g in outside if not g.reads_input and written & set(g.names("in"))]:
@@ -21,12 +22,13 @@ def arrange(groups: list[Group], paper_exclusions: bool) -> None:
         return
     for group in inside:
         group.family = "residual"
-    first = min(map(groups.index, inside))
-    for group in outside:
-        if group.reads_input or groups.index(group) < first:
+    place = {g: i for i, g in enumerate(groups)}
+    first = min(place[g] for g in streams)
+    for group in (*inside, *outside):
+        if group.reads_input or place[group] < first:
             group.reason = group.reason or "in front of the residual blocks: the stem stays whole"
     if paper_exclusions:
-        _exclude(sorted(inside, key=groups.index))
+        _exclude(sorted(inside, key=place.__getitem__))
 
 
 def _exclude(inside: list[Group]) -> None:

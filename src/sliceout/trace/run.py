@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
     """``model`` with its parameters and buffers on the meta device; no data is copied, and nothing is shared."""
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for tensor in tree_leaves([module._parameters, module._buffers, *vars(module).values()]):
-            if isinstance(tensor, Tensor) and id(tensor) not in memo:
+        for tensor in _held(vars(module)):
+            if id(tensor) not in memo:
                 empty = torch.empty_like(tensor, device="meta")
                 is_parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
     return copy.deepcopy(model, memo)
+
+
+def _held(values: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors among some attributes, also those in lists and dicts."""
+    for value in values.values():
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, dict):
+            yield from _held(value)
+        elif isinstance(value, (list, tuple)):
+            yield from (t for t in value if isinstance(t, Tensor))
 
 
 class Where:

@@ -115,12 +115,6 @@ class Tracer(TorchDispatchMode):
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         if inputs and all(id(x) in self.parameters for x in inputs):
             self.parameters.update(id(y) for y in outputs)
-        behind = 0
-        for x in inputs:
-            behind |= self.behind.get(id(x), 0)
-        for y in outputs:
-            self.behind[id(y)] = behind
-            self.alive.append(y)
         flops = _flops(func, args, kwargs or {}, out)
         if flops:
             self.trace.flops[self.where.here] = self.trace.flops.get(self.where.here, 0) + flops
@@ -138,6 +132,12 @@ class Tracer(TorchDispatchMode):
             _RULES["pointwise"](self, {}, inputs, outputs)
         else:
             unknown(self, name, inputs, outputs)
+        behind = 0
+        for x in inputs:
+            behind |= self.behind.get(id(x), 0)
+        for y in outputs:  # after the rule: y may be x itself, changed in place
+            self.behind[id(y)] = behind
+            self.alive.append(y)
         return out
 
 
