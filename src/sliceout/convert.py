@@ -100,7 +100,7 @@ def convert_(
     def make(group: Group) -> Slice:
         read = not {m.role for m in group.members} <= {"out", "qk"}  # the temperature, not a norm, follows q and k
         settings: dict[str, Any] = {"norm": norm if read else "none", "align": align, "seed": seed}
-        settings["fold"] = "consumer" if group.contracted else fold
+        settings["fold"] = "consumer" if group.contracted or group.partner else fold  # fused: q, k and v alike
         if scheme == "controlled":
             return Subset(group.size, rates[group], **settings)
         return Slice(group.size, rates[group], sampling=sampling, **settings)
