@@ -78,10 +78,32 @@ def side_rate(rate: float) -> float:
     return 1 - math.sqrt(1 - rate) if 0 <= rate < 1 else rate  # the rest is for Slice to refuse
 
 
-def window(reads: tuple[int, int], writes: tuple[int, int], rate: float, **settings: Any) -> tuple[Side, Side]:
-    """Row and column slice for a block that reads and writes maps of these sizes."""
+def window(
+    reads: tuple[int, int],
+    writes: tuple[int, int],
+    rate: float = 0.5,
+    *,
+    size: tuple[int, int] | None = None,
+    **settings: Any,
+) -> tuple[Side, Side]:
+    """Row and column slice for a block that reads and writes maps of these sizes.
+
+    Args:
+        reads, writes: height and width of the maps.
+        rate: share of the area that is dropped.
+        size: height and width of the window on the map that is written, instead of what follows from ``rate``.
+        settings: of :class:`Side`.
+    """
+    if size is not None:
+        if any(not 1 <= w <= n for w, n in zip(size, writes, strict=True)):
+            raise ValueError(f"window={size}: larger than the {writes[0]}x{writes[1]} map, or empty")
+        rate = 1 - size[0] * size[1] / (writes[0] * writes[1])
     row, col = (Side(n, rate, reads=m, **settings) for m, n in zip(reads, writes, strict=True))
     row.across, col.across = col, row
+    if size is not None:
+        for s, w in zip((row, col), size, strict=True):
+            Slice.rerate_(s, 1 - w / s.size)
+            s.rate = rate
     return row, col
 
 

@@ -144,7 +144,7 @@ def _refusal(
     if name not in sizes:
         return "it is called with maps of several sizes, or not at all"
     if rate is None:
-        return "no nn.Dropout lies inside it, and no rate was given"
+        return "no rate was given for it, and no nn.Dropout inside it has one"
     reads, writes = sizes[name]
     if min(writes) < 2:
         return f"a {writes[0]}x{writes[1]} map has no smaller window"

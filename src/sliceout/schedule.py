@@ -69,8 +69,8 @@ class Schedule:
     def step(self, progress: float, total: float | None = None) -> float:
         """Set the rates for ``progress`` from 0 to 1, or for step ``progress`` of ``total``; returns the factor.
 
-        Call it before every step, or at every epoch: it does nothing unless the factor changes. Progress may go back, as
-        after loading a checkpoint.
+        Call it before every step, or at every epoch: it does nothing unless the factor changes. Progress may go back,
+        as after loading a checkpoint.
         """
         if total is not None:
             if total <= 0:

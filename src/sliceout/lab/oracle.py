@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..groups import Group, Member
 from ..report import Report
 from ..slices import Slice
+from ..subset import Subset
 
 _LAST = (nn.LayerNorm, nn.RMSNorm)
 _NUMBERS = ("normalized_shape", "num_channels", "num_features", "num_groups")
@@ -27,6 +28,8 @@ _NUMBERS = ("normalized_shape", "num_channels", "num_features", "num_groups")
 
 def kept_mask(s: Slice) -> Tensor:
     """1 for the units kept now, 0 for the others."""
+    if isinstance(s, Subset):
+        return torch.zeros(s.size, dtype=torch.float64).index_fill(0, s.kept, 1.0)
     return ((torch.arange(s.size) - s.start_on_host) % s.size < s.width).double()
 
 
@@ -34,7 +37,7 @@ def normalisation(s: Slice) -> Tensor:
     """What each unit is multiplied by, counting the starts that keep it."""
     if s.norm == "none":
         return torch.ones(s.size, dtype=torch.float64)
-    if s.norm == "flow":
+    if s.norm == "flow" or isinstance(s, Subset):
         return torch.full((s.size,), s.size / s.width, dtype=torch.float64)
     starts, units = torch.tensor(s.starts), torch.arange(s.size)
     keeping = ((units[:, None] - starts) % s.size < s.width).sum(1)
