@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+import sliceout
 from oracle import along, unit_scale
 from sliceout import Axis, Slice
 from sliceout import nn as snn
@@ -64,19 +66,67 @@ class Norms(nn.Module):
         return self.down(self.rms_norm(self.group_norm(self.across(x)).tanh()))
 
 
+class Attention(nn.Module):
+    """A transformer block with a fused projection; takes ``[n, tokens, 16]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.qkv, self.proj = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+        self.norm2, self.fc1, self.fc2 = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, tokens, _ = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(n, tokens, 3, 2, -1).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, tokens, -1)
+        x = x + self.proj(y)
+        return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
+
+
+class Residual(nn.Module):
+    """A residual block as in ResNet; takes ``[n, 4, 8, 8]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+        self.conv2, self.bn2 = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))))
+
+
+def converted(make: Callable[[], nn.Module], scheme: str, sample: tuple[int, ...]) -> Callable[..., nn.Module]:
+    def build(**settings: Any) -> nn.Module:
+        model = make()
+        if scheme == "patch":
+            settings = {}
+        sliceout.convert_(model, 0.5, scheme=scheme, example_inputs=torch.zeros(2, *sample), **settings)
+        return model
+
+    return build
+
+
 NETWORKS = {"mlp": (mlp, (6,)), "convnet": (convnet, (3, 8, 8)), "norms": (Norms, (6,))}
-"""By name: how to build one, and the shape of one sample."""
+"""By name: how to build one, and the shape of one sample. Written by hand."""
+
+CONVERTED = {
+    "attention": (converted(Attention, "sliceout", (5, 16)), (5, 16)),
+    "controlled": (converted(Attention, "controlled", (5, 16)), (5, 16)),
+    "patch": (converted(lambda: nn.Sequential(Residual(), Residual()), "patch", (4, 8, 8)), (4, 8, 8)),
+}
+"""The same for ``convert_``: fused projections, random subsets, windows of feature maps."""
+
+ALL = NETWORKS | CONVERTED
 
 
 def build(name: str, seed: int = 0, **settings: Any) -> nn.Module:
     """The same weights at every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return NETWORKS[name][0](**settings)
+        return ALL[name][0](**settings)
 
 
 def data(name: str, n: int = 8, seed: int = 1) -> Tensor:
-    shape = NETWORKS[name][1]
+    shape = ALL[name][1]
     return torch.randn(n, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
         torch.get_default_dtype()
     )
@@ -103,7 +153,8 @@ def slices_in(model: nn.Module) -> list[Slice]:
 def starts(model: nn.Module) -> list[int]:
     """The starts now, on the host; the ones on the device must be the same."""
     found = slices_in(model)
-    assert [int(s.start) for s in found] == [s.start_on_host for s in found]
+    for s in found:
+        assert s.start.tolist() == s._start_as_tensor().tolist()
     return [s.start_on_host for s in found]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import sliceout
 from networks import (
+    ALL,
+    CONVERTED,
     NETWORKS,
     assert_same_state,
     build,
@@ -75,8 +78,9 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    ("name", "settings"), [*itertools.product(NETWORKS, SETTINGS), *((name, "circular") for name in CONVERTED)]
+)
 def test_one_graph_over_all_draws_equals_eager(name, settings, float64):
     model, twin = build(name, **SETTINGS[settings]), build(name, **SETTINGS[settings])
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -85,9 +89,9 @@ def test_one_graph_over_all_draws_equals_eager(name, settings, float64):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [*NETWORKS, "attention"])
 def test_one_inductor_graph_over_all_draws_equals_eager(name, float64):
-    model, twin, x = build(name, sampling="window"), build(name, sampling="window"), data(name)
+    model, twin, x = build(name), build(name), data(name)
     if name == "convnet":
         model, twin, x = (t.to(memory_format=torch.channels_last) for t in (model, twin, x))
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -119,7 +123,7 @@ def test_layers_compiled_one_by_one_in_place(float64):
         torch.testing.assert_close(a, b, msg=lambda m, key=key: f"{key}: {m}")
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", ALL)
 def test_training_forward_without_gradients(name, float64):
     model, twin, x = build(name), build(name), data(name)
     fast = compiled(model)
@@ -134,7 +138,7 @@ def test_training_forward_without_gradients(name, float64):
 # -- what may cost one more graph --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", ALL)
 def test_last_smaller_batch_costs_one_graph_and_no_more(name, float64):
     model, twin = build(name), build(name)
     fast = compiled(model)
@@ -148,7 +152,7 @@ def test_last_smaller_batch_costs_one_graph_and_no_more(name, float64):
         torch.testing.assert_close(a, b, msg=lambda m, key=key: f"{key}: {m}")
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", ALL)
 def test_eval_after_train_runs_the_full_network(name, float64):
     model, x = build(name), data(name)
     fast, optimizer = compiled(model), SGD(model.parameters(), lr=0.1)
@@ -157,14 +161,14 @@ def test_eval_after_train_runs_the_full_network(name, float64):
         fast.eval()
         with torch.no_grad():
             ours = fast(x)
-        whole = build(name, rate=0.0) if name == "mlp" else build(name)
+        whole = sliceout.revert_(build(name))
         whole.load_state_dict(model.state_dict())
         torch.testing.assert_close(ours, whole.eval()(x))
         fast.train()
     assert graphs() == 2
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", ALL)
 def test_slices_switched_off_and_on_again(name, float64):
     model, twin, x = build(name), build(name), data(name)
     fast = compiled(model)

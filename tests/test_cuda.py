@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 import sliceout
 from networks import (
+    ALL,
+    CONVERTED,
     NETWORKS,
     build,
     data,
@@ -42,6 +45,8 @@ SETTINGS = {
     "window, producer": {"sampling": "window", "fold": "producer"},
     "window, consumer": {"sampling": "window"},
 }
+CASES = [*itertools.product(NETWORKS, SETTINGS), *((name, "circular") for name in CONVERTED)]
+MAPS = ("convnet", "patch")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 pytestmark = [pytest.mark.cuda, needs_cuda] if DEVICE == "cuda" else [pytest.mark.cuda]
 
@@ -91,19 +96,17 @@ def assert_trains_like_the_cpu(model: nn.Module, fast: Callable, twin: nn.Module
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(("name", "settings"), CASES)
 def test_eager_equals_the_cpu(name, settings, channels_last, float64):
-    if channels_last and name != "convnet":
+    if channels_last and name not in MAPS:
         pytest.skip("no convolution")
     model = on_device(name, channels_last, **SETTINGS[settings])
     assert_trains_like_the_cpu(model, model, build(name, **SETTINGS[settings]), name, channels_last)
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(("name", "settings"), CASES)
 def test_one_compiled_graph_equals_the_cpu(name, settings, float64):
-    channels_last = name == "convnet"
+    channels_last = name in MAPS
     model = on_device(name, channels_last, **SETTINGS[settings])
     fast = torch.compile(model, fullgraph=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -128,7 +131,7 @@ def test_activation_checkpointing_gives_the_same_gradients(use_reentrant, float6
 @pytest.mark.parametrize("way", ["eager", "compiled"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_autocast_is_as_near_to_the_truth_as_the_narrow_network(name, way):
-    channels_last = name == "convnet"
+    channels_last = name in MAPS
     model, x = on_device(name, channels_last), inputs(name, 64, channels_last=channels_last)
     fast = torch.compile(model, fullgraph=True) if way == "compiled" else model
 
@@ -187,7 +190,7 @@ def test_starts_arrive_in_order_while_the_device_is_behind():
     assert len({tuple(s) for s in on_host}) > 100
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", ALL)
 def test_starts_follow_the_model_between_devices(name, float64):
     model, x = build(name, sampling="window"), data(name)
     expected = build(name, sampling="window")
@@ -201,7 +204,7 @@ def test_starts_follow_the_model_between_devices(name, float64):
     assert_close_state(model, expected)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", ALL)
 def test_built_under_the_device_or_on_meta(name, float64):
     x = inputs(name)
     with torch.device(DEVICE):
@@ -257,7 +260,7 @@ def test_the_check_for_synchronisation_finds_one():
 @needs_cuda
 @pytest.mark.parametrize("way", ["eager", "compiled", "reduce-overhead"])
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "AdamW, fused"])
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", ALL)
 def test_training_step_does_not_synchronise(name, optimizer, way):
     if way != "eager" and (optimizer != "AdamW, fused" or name == "mlp"):
         pytest.skip("the optimizer is not compiled: eager shows it")
@@ -297,10 +300,9 @@ def recorded_graphs() -> int:
 
 
 @needs_cuda
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(("name", "settings"), CASES)
 def test_reduce_overhead_equals_eager_over_many_draws(name, settings, float64):
-    channels_last = name == "convnet"
+    channels_last = name in MAPS
     model, twin = (on_device(name, channels_last, **SETTINGS[settings]) for _ in range(2))
     fast = torch.compile(model, fullgraph=True, mode="reduce-overhead")
     optimizers = SGD(model.parameters(), lr=0.1), SGD(twin.parameters(), lr=0.1)
@@ -348,8 +350,7 @@ def test_reduce_overhead_under_autocast_records_and_skips_nothing():
 
 
 @needs_cuda
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(("name", "settings"), CASES)
 def test_captured_step_equals_eager_while_starts_change_between_replays(name, settings, float64):
     model, twin = (on_device(name, **SETTINGS[settings]) for _ in range(2))
     optimizers = [AdamW(m.parameters(), lr=0.01, capturable=True) for m in (model, twin)]
