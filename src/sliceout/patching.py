@@ -57,7 +57,7 @@ def patch_blocks_(
             plan[name] = form, *sizes[name], value
 
     def make() -> dict[str, tuple[Side, Side]]:
-        settings = {"norm": norm, "align": align or 1, "seed": seed}
+        settings: dict[str, Any] = {"norm": norm, "align": align or 1, "seed": seed}
         return {n: window(reads, writes, value, **settings) for n, (_, reads, writes, value) in plan.items()}
 
     def apply(target: nn.Module, made: dict[str, tuple[Side, Side]]) -> None:
