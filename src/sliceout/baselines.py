@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from .dropblock import drop_block
 from .groups import Group
-from .nn import Sliced, adopt, plain_, slice_
+from .nn.base import Sliced, adopt
+from .nn.swap import plain_, slice_
 from .slices import Axis, Slice
 from .trace import Trace, expand
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import nn as sliced
-from .nn import Sliced, adopt
+from .nn.base import Sliced, adopt
 from .ops import store_, take
 from .slices import Axis
 

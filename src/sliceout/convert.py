@@ -15,8 +15,9 @@ from .borrow import borrow_
 from .draws import slices as slices_of
 from .dryrun import DryRun
 from .groups import RIVAL, Group, find_groups, part_together
-from .multihead import attend_
-from .nn import Sliced, plain_, slice_, sliced_class
+from .nn.attention import attend_
+from .nn.base import Sliced
+from .nn.swap import plain_, slice_, sliced_class
 from .patching import patch_blocks_
 from .report import Cost, Report, Row, pattern, savings
 from .slices import Axis, Joint, Slice, Slices, width_of
@@ -280,8 +281,6 @@ def _drop_negligible(plan: list[Group], before: Cost, after: Cost) -> bool:
         if not any(g.dropouts for g in same)
         and all(abs(sum(saved[g][i] for g in same)) < 1e-3 for i in range(2))
     ]  # fmt: skip
-    if len(small) == len(kinds):
-        return False
     for group in (g for same in small for g in same):
         group.reason = "saves less than 0.1 % of the model's FLOPs and activations"
     return bool(small)

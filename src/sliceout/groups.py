@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from .borrow import is_unitwise, mixing_base
-from .nn import _Conv, _Mixing, sliced_class
+from .nn.mixing import _Conv, _Mixing
+from .nn.swap import sliced_class
 from .trace import INPUT, Atom, Dim, Trace, Use, block, expand, identify
 
 RESIDUAL = "shared by a residual stream"

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from . import draws
 from .blocks import Form
-from .nn import Sliced, adopt
+from .nn.base import Sliced, adopt
 from .ops import by_views
 from .ops.views import is_channels_last
 from .slices import Slice

@@ -266,12 +266,16 @@ class Slices:
         self.drawn = 0  # how often draw_ was called on this object
         self.witness: int | None = None  # see draws.notice
         self.version = self.changes = 0
-        if len({(s.seed, s.stream) for s in self.members}) < len(self.members):
-            for stream, s in enumerate(self.members):
-                s.stream = stream
+        self._tell_apart()
         for s in self.members:
             s.family = self
         self.seek_(step)
+
+    def _tell_apart(self) -> None:
+        """No two slices may draw alike."""
+        if len({(s.seed, s.stream) for s in self.members}) < len(self.members):
+            for stream, s in enumerate(self.members):
+                s.stream = stream
 
     def __iter__(self) -> Iterator[Slice]:
         return iter(self.members)
@@ -283,13 +287,16 @@ class Slices:
         """Move on to the next step's starts."""
         self.drawn += 1
         self.step += 1
+        if self._table is None:
+            self._tell_apart()  # what was loaded may have come from before they met
+            self._table = table(self.members)
         draw(self.members, self.step, self._table)
 
     def seek_(self, step: int) -> None:
         """Go to the starts of ``step``, as after loading a checkpoint."""
         self.step = step
-        self._table = table(self.members)
-        draw(self.members, step, self._table)
+        self._table: Tensor | None = None  # made anew at the next draw
+        draw(self.members, step, table(self.members))
 
     def state_dict(self) -> dict[str, Any]:
         """What to save where checkpoints do not keep the metadata of ``model.state_dict()`` (safetensors, DCP)."""

@@ -117,12 +117,12 @@ def store_(full: Tensor, small: Tensor, rows: Axis | Joint) -> None:
 def _take_view(
     full: Tensor, rows: Axis | None, cols: Axis | None, scale_rows: bool, scale_cols: bool, dtype: torch.dtype | None
 ) -> Tensor:
-    cuts = [views.WHOLE if a is None else (a.slice.start_on_host, a.geometry) for a in (rows, cols)]
+    row, col = (views.WHOLE if a is None else (a.slice.start_on_host, a.geometry) for a in (rows, cols))
     scales = [(d, a) for d, a, wanted in ((0, rows, scale_rows), (1, cols, scale_cols)) if wanted and a is not None]
     if all(a.slice.gain is not None for _, a in scales):
         gain = math.prod(a.slice.gain or 1.0 for _, a in scales)
-        return views.take_with_grad(full, *cuts, gain, dtype or full.dtype)
-    small = views.take_with_grad(full, *cuts, 1.0, full.dtype)
+        return views.take_with_grad(full, row, col, gain, dtype or full.dtype)
+    small = views.take_with_grad(full, row, col, 1.0, full.dtype)
     for dim, axis in scales:
         if axis.slice.scale is not None:
             kept = views.take(axis.slice.scale, (axis.slice.start_on_host, axis.slice.axis().geometry), views.WHOLE)

@@ -62,7 +62,7 @@ class Take(_Function):
         return put(grad, ctx.full, ctx.row, ctx.col, ctx.gain), None, None, None, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], full: Tensor, *settings: Any) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: tuple[Any, ...], full: Tensor, *settings: Any) -> tuple[Tensor, int]:
         small = Take.apply(full.movedim(in_dims[0], -1), *settings)  # behind the sliced dimensions, out of their way
         return small, small.dim() - 1
 
@@ -93,7 +93,7 @@ class Put(_Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[int | None, ...], small: Tensor, like: Like, *settings: Any
+        info: Any, in_dims: tuple[Any, ...], small: Tensor, like: Like, *settings: Any
     ) -> tuple[Tensor, int]:
         shape, _, dtype = like
         full = Put.apply(small.movedim(in_dims[0], -1), ((*shape, info.batch_size), False, dtype), *settings)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from ..groups import RIVAL, Group, Member
-from ..nn import Sliced, adopt
+from ..nn.base import Sliced, adopt
 from ..slices import Slice
 from ..trace import Trace
 from .rotary import split_off_values_
@@ -167,7 +167,7 @@ def rerated(model: nn.Module) -> None:
 
 def _follow(module: Any, s: Slice, numbers: dict[str, float]) -> None:
     module.small = numbers
-    adopt(module, _following(type(module), tuple(numbers)), {"unit": s.axis()})
+    adopt(module, _following(type(module), tuple(numbers)), {"unit": s.axis()})  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -177,7 +177,7 @@ def _following(plain: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
 
 
 def _rebuild(plain: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
-    made = _following(plain, names)
+    made = _following(plain, names)  # type: ignore[arg-type]
     return made.__new__(made)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..nn import Sliced, adopt
+from ..nn.base import Sliced, adopt
 from ..slices import Slice
 
 
@@ -42,7 +42,7 @@ class ValuesApart(Sliced):
 
 def split_off_values_(module: Any, projection: str, s: Slice) -> bool:
     """Let the output of ``module.<projection>`` be viewed by the width of ``s``; false if the code forbids it."""
-    made = _made(type(module), projection)
+    made = _made(type(module), projection)  # type: ignore[arg-type]
     if made is None:
         return False
     module.projection = projection
@@ -95,6 +95,6 @@ class _Change(ast.NodeTransformer):
 
 
 def _rebuild(plain: type[nn.Module], projection: str) -> nn.Module:
-    made = _made(plain, projection)
+    made = _made(plain, projection)  # type: ignore[arg-type]
     assert made is not None
     return made.__new__(made)

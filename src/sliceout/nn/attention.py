@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .nn import Sliced, _attach, _autocast_dtype, _check_size, adopt
-from .ops import take
-from .slices import Axis
+from ..ops import take
+from ..slices import Axis
+from .base import Sliced, _attach, _autocast_dtype, _check_size, adopt
 
 
 class MultiheadAttention(Sliced, nn.MultiheadAttention):

@@ -1,0 +1,154 @@
+"""What all sliced layers share, and how a layer is given its slices."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import draws
+from ..slices import Axis, Joint, Slice
+
+
+class Sliced:
+    """What all sliced layers share: where their slices are kept, moved, saved and printed."""
+
+    _plain: type[nn.Module]
+    """The class this one adds slices to; :func:`plain_` goes back to it."""
+
+    roles: tuple[str, ...] = ("unit",)
+    """The axes this layer has; see ``axes``."""
+
+    training: bool
+    axes: dict[str, Axis]
+    """The slices by role: ``in`` and ``out``, or ``unit`` for a layer that treats each unit by itself."""
+
+    def bind(self, axes: dict[str, Axis]) -> None:
+        """Accept the slices; raises before anything is changed."""
+        raise NotImplementedError
+
+    @property
+    def slices(self) -> list[Slice]:
+        return list(dict.fromkeys(s for a in self.axes.values() for s in a.slices))
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        module = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        self._place()
+        return module
+
+    def _place(self) -> None:
+        """Keep the slices where the parameters are; a norm without any leaves that to its neighbours."""
+        for t in itertools.chain(self.parameters(), self.buffers()):  # type: ignore[attr-defined]
+            for s in self.slices:
+                s.to(t.device)
+            return
+
+    def train(self, mode: bool = True) -> Any:
+        if self.training and not mode and "out" in self.axes and not self.axes["out"].slice.family.drawn:
+            draws.notice(self.axes["out"].slice.family, self.weight, forward=False)  # type: ignore[attr-defined]
+        return super().train(mode)  # type: ignore[misc]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        draws.watch(self)  # type: ignore[arg-type]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        from .swap import _made, _rebuild
+
+        plain = type(self)._plain
+        if _made.get(plain) is type(self):  # a class made on the fly cannot be pickled by name
+            return _rebuild, (plain,), self.__getstate__()
+        return super().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self)] = type(self).__new__(type(self))  # as parametrized layers do it, which refuse to pickle
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        metadata = getattr(destination, "_metadata", None)  # beside the keys: an unconverted model loads them as ever
+        if metadata is not None:
+            metadata[prefix[:-1]]["sliceout"] = {
+                role: [draws.position(s) for s in a.slices] for role, a in self.axes.items()
+            }
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[misc]
+        self._place()  # assign=True may have brought parameters of another device
+        for s in self.slices:
+            s.family.witness = None  # loading is not training: see draws.notice
+        for role, positions in local_metadata.get("sliceout", {}).items():
+            if role in self.axes:
+                for s, position in zip(self.axes[role].slices, positions, strict=False):
+                    draws.seek(s, position)
+
+    def extra_repr(self) -> str:
+        axes = ", ".join(f"{_argument(role)}={a}" for role, a in self.axes.items())
+        plain = super().extra_repr()  # type: ignore[misc]
+        return f"{plain}, {axes}" if plain else axes
+
+    # -- which slices are live in this call ----------------------------------------------------------------------------
+
+    def _arrived(self, role: str, width: int) -> Axis | None:
+        """The axis if the input comes in sliced, ``None`` if it comes in full."""
+        axis = self.axes.get(role)
+        return axis if axis is not None and width == axis.width and width != axis.size else None
+
+    def _started(self) -> Axis | None:
+        """The output axis if this call makes it sliced."""
+        axis = self.axes.get("out")
+        if axis is None or not self.training or not axis.slice.sliced:  # type: ignore[attr-defined]
+            return None
+        if not torch.compiler.is_compiling() and not axis.slice.family.drawn:
+            draws.notice(axis.slice.family, self.weight)  # type: ignore[attr-defined]
+        return axis
+
+
+def adopt(module: nn.Module, made: type[nn.Module], axes: dict[str, Axis]) -> None:
+    """Change the class of ``module`` to a sliced one; ``axes`` must have been checked."""
+    module.__class__ = made
+    _attach(module, axes, checked=True)
+
+
+def _argument(role: str) -> str:
+    return "slice" if role == "unit" else f"{role}_slice"
+
+
+def _axes(given: dict[str, Any]) -> dict[str, Axis]:
+    for role, s in given.items():
+        if not isinstance(s, Slice | Axis | Joint | None):
+            raise TypeError(f"{_argument(role)}={s!r}: expected a Slice, or an Axis from Slice.axis")
+    return {role: s.axis() if isinstance(s, Slice) else s for role, s in given.items() if s is not None}
+
+
+def _attach(module: Any, given: dict[str, Any], checked: bool = False) -> None:
+    axes = _axes(given)
+    if not checked and axes:
+        module.bind(axes)
+    module.axes = axes
+    module._place()
+    draws.watch(module)
+
+
+def _check_size(module: Any, axis: Axis | None, expected: int, name: str) -> None:
+    if axis is not None and axis.size != expected:
+        what = f"slice of size {axis.slice.size}" + (f" (axis of {axis.size})" if axis.size != axis.slice.size else "")
+        raise ValueError(f"{what} does not match {name}={expected} of {type(module).__name__}")
+
+
+def _check_last(module: Any, axis: Axis, shape: tuple[int, ...]) -> None:
+    if len(shape) != 1:
+        raise ValueError(f"normalized_shape={tuple(shape)}: only a norm over the last dimension alone can be sliced")
+    _check_size(module, axis, shape[0], "normalized_shape")
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype autocast would cast the weight to: take writes it directly, so no full-precision copy is made."""
+    kind = x.device.type
+    if kind == "meta":  # a dry run
+        return None
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

@@ -1,0 +1,217 @@
+"""Layers that mix units: weights with rows and columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops import by_views, take
+from ..slices import Axis, Joint
+from .base import Sliced, _attach, _autocast_dtype, _check_size
+
+
+class _Mixing(Sliced):
+    """A weight whose one dimension is the ``out`` axis and whose other is the ``in`` axis."""
+
+    roles = ("in", "out")
+    transposed = False
+    weight: Tensor
+    bias: Any
+
+    def _small(self, out: Axis | None, into: Axis | None, like: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The kept part of weight and bias, normalisation included, in the dtype the product will run in."""
+        dtype = None if self.weight.dtype == torch.float64 else _autocast_dtype(like)  # autocast leaves float64 alone
+        scale_out = out is not None and out.slice.fold == "producer"
+        scale_in = into is not None and into.slice.fold == "consumer"
+        if self.transposed:
+            weight = take(self.weight, into, out, scale_rows=scale_in, scale_cols=scale_out, dtype=dtype)
+        else:
+            weight = take(self.weight, out, into, scale_rows=scale_out, scale_cols=scale_in, dtype=dtype)
+        bias = None if self.bias is None else take(self.bias, out, scale_rows=scale_out, dtype=dtype)
+        return weight, bias
+
+
+class Linear(_Mixing, nn.Linear):
+    """``nn.Linear`` with slices on its input, its output or both.
+
+    Example:
+        >>> from sliceout import Slice
+        >>> hidden = Slice(8, rate=0.5)
+        >>> Linear(3, 8, out_slice=hidden)(torch.zeros(5, 3)).shape
+        torch.Size([5, 4])
+    """
+
+    _plain = nn.Linear
+
+    def __init__(self, *args: Any, in_slice: Any = None, out_slice: Any = None, **kwargs: Any) -> None:
+        nn.Linear.__init__(self, *args, **kwargs)
+        _attach(self, {"in": in_slice, "out": out_slice})
+
+    def bind(self, axes: dict[str, Axis]) -> None:
+        _check_size(self, axes.get("in"), self.in_features, "in_features")
+        _check_size(self, axes.get("out"), self.out_features, "out_features")
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, into = self._started(), self._arrived("in", x.shape[-1])
+        if out is None and into is None:
+            return super().forward(x)
+        if by_views(x) and _autocast_dtype(x) is None:
+            return _linear_by_views(x, self.weight, self.bias, out, into, self.transposed)
+        return F.linear(x, *self._small(out, into, x))
+
+    def _parts(self, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """Weight and bias of this call; ``None`` if nothing is sliced."""
+        out, into = self._started(), self._arrived("in", x.shape[-1])
+        return None if out is None and into is None else self._small(out, into, x)
+
+
+class Conv1D(_Mixing, nn.Module):
+    """GPT-2's ``Conv1D(nf, nx)``: a linear layer whose weight is stored as ``[nx, nf]``."""
+
+    _plain = nn.Module
+    transposed = True
+
+    def __init__(self, nf: int, nx: int, *, in_slice: Any = None, out_slice: Any = None) -> None:
+        nn.Module.__init__(self)
+        self.nf, self.nx = nf, nx
+        self.weight = nn.Parameter(torch.empty(nx, nf))
+        self.bias = nn.Parameter(torch.zeros(nf))
+        nn.init.normal_(self.weight, std=0.02)
+        _attach(self, {"in": in_slice, "out": out_slice})
+
+    def bind(self, axes: dict[str, Axis]) -> None:
+        _check_size(self, axes.get("in"), self.weight.shape[0], "nx")
+        _check_size(self, axes.get("out"), self.weight.shape[1], "nf")
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, into = self._started(), self._arrived("in", x.shape[-1])
+        if by_views(x) and (out or into) and _autocast_dtype(x) is None:
+            return _linear_by_views(x, self.weight, self.bias, out, into, self.transposed)
+        weight, bias = self._small(out, into, x)
+        y = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)  # type: ignore[arg-type]  # as in transformers
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+class _Conv(_Mixing):
+    """Convolutions: slices on channels; with ``groups``, either inside every group or whole groups."""
+
+    in_channels: int
+    out_channels: int
+    groups: int
+
+    def bind(self, axes: dict[str, Axis]) -> None:
+        _check_size(self, axes.get("in"), self.in_channels, "in_channels")
+        _check_size(self, axes.get("out"), self.out_channels, "out_channels")
+        if self.groups == 1 or _whole_groups(axes, self.groups):
+            return
+        for role, axis in axes.items():
+            if axis.blocks != self.groups:
+                raise ValueError(
+                    f"{role}_slice={axis} does not fit groups={self.groups}: slice inside every group with "
+                    f"axis(blocks={self.groups}), or whole groups with one Slice({self.groups}) for input and output"
+                )
+
+    def _parts(self, x: Tensor) -> tuple[Tensor, Tensor | None, int] | None:
+        """Weight, bias and groups of this call; ``None`` if nothing is sliced."""
+        into, groups = self._arrived("in", x.shape[1 - self.weight.dim()]), self.groups  # there may be no batch
+        if groups > 1 and _whole_groups(self.axes, groups):
+            if into is None:
+                return None
+            whole, groups = self.axes["out"], into.blocks * into.slice.width
+            return take(self.weight, whole), None if self.bias is None else take(self.bias, whole), groups
+        out = self._started()
+        if out is None and into is None:
+            return None
+        if into is not None and groups > 1:
+            into = into.slice.axis(inner=into.inner)  # every group holds its own columns
+        return *self._small(out, into, x), groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self._parts(x)
+        if parts is None:
+            return super().forward(x)  # type: ignore[misc]
+        weight, bias, groups = parts
+        if self.padding_mode != "zeros":  # type: ignore[attr-defined]
+            x = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode)  # type: ignore[attr-defined]
+        padding = self.padding if self.padding_mode == "zeros" else 0  # type: ignore[attr-defined]
+        convolve: Any = (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 3]
+        return convolve(x, weight, bias, self.stride, padding, self.dilation, groups)  # type: ignore[attr-defined]
+
+
+def _whole_groups(axes: dict[str, Axis], groups: int) -> bool:
+    """Depthwise and the like: input and output keep the same whole groups."""
+    into, out = axes.get("in"), axes.get("out")
+    return (
+        into is not None
+        and out is not None
+        and into.slice is out.slice
+        and into.blocks * into.slice.size == out.blocks * out.slice.size == groups
+    )
+
+
+class Conv1d(_Conv, nn.Conv1d):
+    """``nn.Conv1d`` with slices on its channels."""
+
+    _plain = nn.Conv1d
+
+    def __init__(self, *args: Any, in_slice: Any = None, out_slice: Any = None, **kwargs: Any) -> None:
+        nn.Conv1d.__init__(self, *args, **kwargs)
+        _attach(self, {"in": in_slice, "out": out_slice})
+
+
+class Conv2d(_Conv, nn.Conv2d):
+    """``nn.Conv2d`` with slices on its channels.
+
+    Example:
+        >>> from sliceout import Slice
+        >>> channels = Slice(8, rate=0.5)
+        >>> depthwise = Conv2d(8, 8, 3, groups=8, in_slice=channels, out_slice=channels)
+        >>> depthwise(torch.zeros(1, 4, 5, 5)).shape
+        torch.Size([1, 4, 3, 3])
+    """
+
+    _plain = nn.Conv2d
+
+    def __init__(self, *args: Any, in_slice: Any = None, out_slice: Any = None, **kwargs: Any) -> None:
+        nn.Conv2d.__init__(self, *args, **kwargs)
+        _attach(self, {"in": in_slice, "out": out_slice})
+
+
+class Conv3d(_Conv, nn.Conv3d):
+    """``nn.Conv3d`` with slices on its channels."""
+
+    _plain = nn.Conv3d
+
+    def __init__(self, *args: Any, in_slice: Any = None, out_slice: Any = None, **kwargs: Any) -> None:
+        nn.Conv3d.__init__(self, *args, **kwargs)
+        _attach(self, {"in": in_slice, "out": out_slice})
+
+
+def _gain(axis: Axis | Joint) -> float | None:
+    """The normalisation if it is one number along the whole axis."""
+    gains = {s.gain for s in axis.slices}
+    return gains.pop() if len(gains) == 1 else None
+
+
+def _linear_by_views(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Axis | None, into: Axis | None, transposed: bool
+) -> Tensor:
+    """Eager CPU: where the normalisation is one number, the product applies it, and no weight is copied at all."""
+    out_gain = _gain(out) if out is not None and out.slice.fold == "producer" else 1.0
+    in_gain = _gain(into) if into is not None and into.slice.fold == "consumer" else 1.0
+    scale_out, scale_in = out_gain is None, in_gain is None
+    if transposed:
+        small = take(weight, into, out, scale_rows=scale_in, scale_cols=scale_out)
+    else:
+        small = take(weight, out, into, scale_rows=scale_out, scale_cols=scale_in).t()
+    beta = out_gain or 1.0
+    alpha = beta * (in_gain or 1.0)
+    flat = x.reshape(-1, x.shape[-1])
+    if bias is None:
+        y = torch.addmm(flat.new_zeros(()), flat, small, beta=0, alpha=alpha)
+    else:
+        y = torch.addmm(take(bias, out, scale_rows=scale_out), flat, small, beta=beta, alpha=alpha)
+    return y.view(*x.shape[:-1], y.shape[-1])

@@ -1,0 +1,232 @@
+"""Layers that treat every unit by itself: norms, per-unit factors, and dropout, which rests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops import store_, take
+from ..slices import Axis
+from .base import Sliced, _attach, _check_last, _check_size
+
+
+class _BatchNorm(Sliced):
+    """Batch norm over the kept channels; the running statistics of the others stay as they are."""
+
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+    momentum: float | None
+
+    def bind(self, axes: dict[str, Axis]) -> None:
+        _check_size(self, axes.get("unit"), self.num_features, "num_features")  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        axis = self._arrived("unit", x.shape[1])
+        if axis is None:
+            return super().forward(x)  # type: ignore[misc]
+        self._check_input_dim(x)  # type: ignore[attr-defined]
+        mean, var, momentum = self.running_mean, self.running_var, self.momentum
+        if self.training and self.num_batches_tracked is not None:
+            if momentum is None:
+                raise ValueError(
+                    "momentum=None (a cumulative average) needs every channel in every batch: "
+                    "call sliceout.off_(model) before you re-estimate batch-norm statistics"
+                )
+            self.num_batches_tracked.add_(1)
+        if mean is not None and var is not None:
+            mean, var = take(mean, axis), take(var, axis)
+        weight, bias = (None if p is None else take(p, axis) for p in (self.weight, self.bias))  # type: ignore[attr-defined]
+        y = F.batch_norm(x, mean, var, weight, bias, self.training or mean is None, momentum or 0.0, self.eps)  # type: ignore[attr-defined]
+        for full, small in ((self.running_mean, mean), (self.running_var, var)):
+            if self.training and full is not None and small is not None:
+                store_(full, small, axis)
+        return y
+
+
+class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
+    """``nn.BatchNorm1d`` over a sliced axis."""
+
+    _plain = nn.BatchNorm1d
+
+    def __init__(self, *args: Any, slice: Any = None, **kwargs: Any) -> None:
+        nn.BatchNorm1d.__init__(self, *args, **kwargs)
+        _attach(self, {"unit": slice})
+
+
+class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
+    """``nn.BatchNorm2d`` over a sliced axis."""
+
+    _plain = nn.BatchNorm2d
+
+    def __init__(self, *args: Any, slice: Any = None, **kwargs: Any) -> None:
+        nn.BatchNorm2d.__init__(self, *args, **kwargs)
+        _attach(self, {"unit": slice})
+
+
+class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
+    """``nn.BatchNorm3d`` over a sliced axis."""
+
+    _plain = nn.BatchNorm3d
+
+    def __init__(self, *args: Any, slice: Any = None, **kwargs: Any) -> None:
+        nn.BatchNorm3d.__init__(self, *args, **kwargs)
+        _attach(self, {"unit": slice})
+
+
+class GroupNorm(Sliced, nn.GroupNorm):
+    """``nn.GroupNorm`` over a slice of whole groups, or over the same slice inside every group."""
+
+    _plain = nn.GroupNorm
+
+    def __init__(self, *args: Any, slice: Any = None, **kwargs: Any) -> None:
+        nn.GroupNorm.__init__(self, *args, **kwargs)
+        _attach(self, {"unit": slice})
+
+    def bind(self, axes: dict[str, Axis]) -> None:
+        axis = axes["unit"]
+        _check_size(self, axis, self.num_channels, "num_channels")
+        if self.num_groups not in (axis.blocks, axis.blocks * axis.slice.size):
+            raise ValueError(
+                f"slice={axis} cuts through the {self.num_groups} groups of this norm: slice whole groups with "
+                f"Slice({self.num_groups}).axis(inner={self.num_channels // self.num_groups}), "
+                f"or inside every group with axis(blocks={self.num_groups})"
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        axis = self._arrived("unit", x.shape[1])
+        if axis is None:
+            return super().forward(x)
+        groups = self.num_groups if axis.blocks == self.num_groups else axis.blocks * axis.slice.width
+        weight, bias = (None if p is None else take(p, axis) for p in (self.weight, self.bias))
+        return F.group_norm(x, groups, weight, bias, self.eps)
+
+
+class LayerNorm(Sliced, nn.LayerNorm):
+    """``nn.LayerNorm`` over a sliced last dimension: mean and variance are those of the kept units."""
+
+    _plain = nn.LayerNorm
+
+    def __init__(self, *args: Any, slice: Any = None, **kwargs: Any) -> None:
+        nn.LayerNorm.__init__(self, *args, **kwargs)
+        _attach(self, {"unit": slice})
+
+    def bind(self, axes: dict[str, Axis]) -> None:
+        _check_last(self, axes["unit"], self.normalized_shape)
+
+    def forward(self, input: Tensor) -> Tensor:
+        axis = self._arrived("unit", input.shape[-1])
+        if axis is None:
+            return super().forward(input)
+        weight, bias = (None if p is None else take(p, axis) for p in (self.weight, self.bias))
+        return F.layer_norm(input, (axis.width,), weight, bias, self.eps)
+
+
+class RMSNorm(Sliced, nn.RMSNorm):
+    """``nn.RMSNorm`` over a sliced last dimension: the mean square is that of the kept units."""
+
+    _plain = nn.RMSNorm
+
+    def __init__(self, *args: Any, slice: Any = None, **kwargs: Any) -> None:
+        nn.RMSNorm.__init__(self, *args, **kwargs)
+        _attach(self, {"unit": slice})
+
+    def bind(self, axes: dict[str, Axis]) -> None:
+        _check_last(self, axes["unit"], self.normalized_shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        axis = self._arrived("unit", x.shape[-1])
+        if axis is None:
+            return super().forward(x)
+        return F.rms_norm(x, (axis.width,), None if self.weight is None else take(self.weight, axis), self.eps)
+
+
+class PReLU(Sliced, nn.PReLU):
+    """``nn.PReLU`` with one parameter per unit of a sliced dimension 1."""
+
+    _plain = nn.PReLU
+
+    def __init__(self, *args: Any, slice: Any = None, **kwargs: Any) -> None:
+        nn.PReLU.__init__(self, *args, **kwargs)
+        _attach(self, {"unit": slice})
+
+    def bind(self, axes: dict[str, Axis]) -> None:
+        _check_size(self, axes["unit"], self.num_parameters, "num_parameters")
+
+    def forward(self, input: Tensor) -> Tensor:
+        axis = self._arrived("unit", input.shape[1])
+        return super().forward(input) if axis is None else F.prelu(input, take(self.weight, axis))
+
+
+class LayerScale(Sliced, nn.Module):
+    """``x * gamma``, one learned factor per unit of the last dimension; also what timm's ``LayerScale`` becomes."""
+
+    _plain = nn.Module
+
+    def __init__(self, dim: int, init_values: float = 1e-5, inplace: bool = False, *, slice: Any = None) -> None:
+        nn.Module.__init__(self)
+        self.inplace = inplace
+        self.gamma = nn.Parameter(torch.full((dim,), init_values))
+        _attach(self, {"unit": slice})
+
+    def bind(self, axes: dict[str, Axis]) -> None:
+        _check_size(self, axes["unit"], self.gamma.shape[0], "dim")
+
+    def forward(self, x: Tensor) -> Tensor:
+        axis = self._arrived("unit", x.shape[-1])
+        gamma = self.gamma if axis is None else take(self.gamma, axis)
+        return x.mul_(gamma) if self.inplace else x * gamma
+
+
+class _Dropout(Sliced):
+    """A dropout that rests while the units it would drop from are sliced."""
+
+    def bind(self, axes: dict[str, Axis]) -> None:
+        """Any slice will do: dropout has no size."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        resting = self.training and self.axes["unit"].slice.sliced
+        return x if resting else super().forward(x)  # type: ignore[misc, no-any-return]
+
+
+class Dropout(_Dropout, nn.Dropout):
+    """``nn.Dropout`` that rests while its slice is on."""
+
+    _plain = nn.Dropout
+
+    def __init__(self, *args: Any, slice: Any, **kwargs: Any) -> None:
+        nn.Dropout.__init__(self, *args, **kwargs)
+        _attach(self, {"unit": slice})
+
+
+class Dropout1d(_Dropout, nn.Dropout1d):
+    """``nn.Dropout1d`` that rests while its slice is on."""
+
+    _plain = nn.Dropout1d
+
+    def __init__(self, *args: Any, slice: Any, **kwargs: Any) -> None:
+        nn.Dropout1d.__init__(self, *args, **kwargs)
+        _attach(self, {"unit": slice})
+
+
+class Dropout2d(_Dropout, nn.Dropout2d):
+    """``nn.Dropout2d`` that rests while its slice is on."""
+
+    _plain = nn.Dropout2d
+
+    def __init__(self, *args: Any, slice: Any, **kwargs: Any) -> None:
+        nn.Dropout2d.__init__(self, *args, **kwargs)
+        _attach(self, {"unit": slice})
+
+
+class Dropout3d(_Dropout, nn.Dropout3d):
+    """``nn.Dropout3d`` that rests while its slice is on."""
+
+    _plain = nn.Dropout3d
+
+    def __init__(self, *args: Any, slice: Any, **kwargs: Any) -> None:
+        nn.Dropout3d.__init__(self, *args, **kwargs)
+        _attach(self, {"unit": slice})
