@@ -57,8 +57,15 @@ def vgg() -> Made:
 def group_norms() -> Made:
     net = nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.SiLU(),
-        nn.Conv2d(16, 24, 3, padding=1), nn.GroupNorm(1, 24), nn.SiLU(),
-        nn.Conv2d(24, 24, 3, padding=1, groups=24), nn.PReLU(24), nn.Conv2d(24, 4, 1),
+        nn.Conv2d(16, 24, 3, padding=1), nn.GroupNorm(1, 24), nn.SiLU(), nn.Conv2d(24, 4, 1),
+    )  # fmt: skip
+    return net, images(16)
+
+
+def depthwise_separable() -> Made:
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 24, 1), nn.BatchNorm2d(24), nn.ReLU(),
+        nn.Conv2d(24, 24, 3, padding=1, groups=24), nn.PReLU(24), nn.Conv2d(24, 8, 1),
     )  # fmt: skip
     return net, images(16)
 
@@ -153,6 +160,7 @@ MODELS: dict[str, Callable[[], Made]] = {
     "chunked": lambda: (Chunked(), torch.randn(4, 6)),
     "vgg": vgg,
     "group norms": group_norms,
+    "depthwise separable": depthwise_separable,
     "wide resnet": lambda: (WideResNet(10, 2), images()),
     "basic block": basic_block,
     "bottleneck": bottleneck,
