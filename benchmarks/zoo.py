@@ -4,7 +4,7 @@
     python benchmarks/zoo.py timm                # the smallest member of every family  -> results/zoo-timm.json, .md
     python benchmarks/zoo.py hf                  # text architectures, tiny configs     -> results/zoo-hf.json, .md
     python benchmarks/zoo.py members             # more members of every timm family    -> results/zoo-members.json, .md
-    python benchmarks/zoo.py timm resnet vgg     # only these families; prints, writes nothing
+    python benchmarks/zoo.py timm resnet vgg     # only these families; prints, and writes nothing without --update
 
 Each model: convert at rate 0.5, train two steps, compare eval outputs bit for bit before and after conversion, revert,
 load the state_dict into an unconverted model, and compare the sliced training forward in float64 with the masked-dense
@@ -247,6 +247,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=("choose", "timm", "hf", "members"))
     parser.add_argument("only", nargs="*", help="families or models; the results are then only printed")
+    parser.add_argument("--update", action="store_true", help="put what was looked at into the existing results")
     parser.add_argument("--count", type=int, default=3, help="members per family")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time")
     parser.add_argument("--timeout", type=float, default=240, help="seconds for one model")
@@ -270,7 +271,11 @@ def main() -> int:
         rows = list(pool.map(look, targets(args.kind, args.only, args.count)))
     print(f"{len(rows)} models, {sum(bool(r['converted']) for r in rows)} converted, "
           f"{sum(bool(r['failed']) for r in rows)} failed")  # fmt: skip
-    if not args.only:
+    if args.update:
+        old = json.loads((RESULTS / f"zoo-{args.kind}.json").read_text())
+        new = {r["model"]: r for r in rows}
+        rows = [new.pop(r["model"], r) for r in old] + list(new.values())
+    if args.update or not args.only:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / f"zoo-{args.kind}.json").write_text(json.dumps(rows, indent=1) + "\n")
         (RESULTS / f"zoo-{args.kind}.md").write_text(markdown(args.kind, rows))
