@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 import sliceout
 from networks import NETWORKS, build, data, gradients, grown, loss_of, narrow, starts, starts_due, step_of
+from sliceout import nn as snn
 
 BF16 = 2.0**-8  # half a unit in the last place, relative
 SETTINGS = {"circular": {}, "producer": {"fold": "producer"}, "window": {"sampling": "window"}}
@@ -67,6 +70,47 @@ def test_autocast_runs_the_product_in_the_low_precision(name, dtype):
     assert seen == [dtype, torch.float32]
 
 
+class Allocated(TorchDispatchMode):
+    """Notes every float32 tensor that is made, by number of entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        seen = {t.untyped_storage().data_ptr() for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)}
+        for t in tree_flatten(out)[0]:
+            if isinstance(t, Tensor) and t.dtype == torch.float32 and t.untyped_storage().data_ptr() not in seen:
+                self.sizes.append(t.numel())
+        return out
+
+
+@pytest.mark.parametrize(
+    ("layer", "sample"),
+    [
+        (lambda a, b: snn.Linear(32, 64, in_slice=a, out_slice=b), (1, 16)),
+        (lambda a, b: snn.Conv2d(32, 64, 1, in_slice=a, out_slice=b), (1, 16, 1, 1)),
+        (lambda a, b: snn.Conv1D(64, 32, in_slice=a, out_slice=b), (1, 16)),
+    ],
+    ids=["Linear", "Conv2d", "Conv1D"],
+)
+def test_autocast_makes_no_float32_copy_of_the_weight(layer, sample):
+    sliced = layer(sliceout.Slice(32, align=1), sliceout.Slice(64, align=1))
+    kept, wrapped = 16 * 32, set()
+    for _ in range(8):
+        sliceout.draw_(sliced)
+        wrapped.add(any(s.start_on_host + s.width > s.size for s in sliced.slices))
+        with torch.autocast("cpu", torch.bfloat16), Allocated() as forward:
+            out = sliced(torch.ones(sample))
+        with Allocated() as backward:
+            out.sum().backward()
+        assert max(forward.sizes, default=0) < kept
+        assert sorted(n for n in backward.sizes if n >= kept) == [4 * kept]  # the gradient itself
+        sliced.weight.grad = None
+    assert wrapped == {True, False}  # in one piece, and around the end
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_autocast_leaves_float64_alone(name, float64):
     model, x = build(name), data(name)
@@ -74,7 +118,7 @@ def test_autocast_leaves_float64_alone(name, float64):
     with torch.autocast("cpu", torch.bfloat16):
         out = model(x)
     assert out.dtype == torch.float64
-    assert torch.equal(out, expected)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -46,10 +46,15 @@ class Take(_Function):
 
     @staticmethod
     def forward(full: Tensor, row: Cut, col: Cut, gain: float, dtype: torch.dtype) -> Tensor:
-        small = take(full, row, col)
         if gain == 1 and dtype == full.dtype:
-            return small
-        return _scaled_into(torch.empty_like(small, dtype=dtype), small, gain)
+            return take(full, row, col)
+        if _is_one_rectangle(row, col):
+            view = take(full, row, col)
+            return _scaled_into(torch.empty_like(view, dtype=dtype), view, gain)
+        small = empty_small(full, row[1], col[1], dtype)
+        for source, target in _rectangles(full, small, row, col):
+            _scaled_into(target, source, gain)
+        return small
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -92,9 +97,7 @@ class Put(_Function):
         return Take.apply(grad, ctx.row, ctx.col, ctx.gain, ctx.dtype), None, None, None, None
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[Any, ...], small: Tensor, like: Like, *settings: Any
-    ) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: tuple[Any, ...], small: Tensor, like: Like, *settings: Any) -> tuple[Tensor, int]:
         shape, _, dtype = like
         full = Put.apply(small.movedim(in_dims[0], -1), ((*shape, info.batch_size), False, dtype), *settings)
         return full, full.dim() - 1
@@ -111,7 +114,7 @@ def _scaled_into(target: Tensor, source: Tensor, gain: float) -> Tensor:
 
 def take(full: Tensor, row: Cut, col: Cut) -> Tensor:
     """The kept part of ``full``, sharing its memory if it is one rectangle of it."""
-    if len(runs(*row)) == len(runs(*col)) == 1 and _blocks(row) == _blocks(col) == 1:
+    if _is_one_rectangle(row, col):
         view = full
         for dim, cut in enumerate((row, col)):
             if cut[1]:
@@ -176,6 +179,10 @@ def format_of(ndim: int, channels_last: bool) -> torch.memory_format:
     if not channels_last:
         return torch.contiguous_format
     return torch.channels_last if ndim == 4 else torch.channels_last_3d
+
+
+def _is_one_rectangle(row: Cut, col: Cut) -> bool:
+    return len(runs(*row)) == len(runs(*col)) == 1 and _blocks(row) == _blocks(col) == 1
 
 
 def _blocks(cut: Cut) -> int:
