@@ -266,6 +266,7 @@ class Slices:
         self.drawn = 0  # how often draw_ was called on this object
         self.witness: int | None = None  # see draws.notice
         self.version = self.changes = 0
+        self._table: Tensor | None = None
         self._tell_apart()
         for s in self.members:
             s.family = self
@@ -295,7 +296,7 @@ class Slices:
     def seek_(self, step: int) -> None:
         """Go to the starts of ``step``, as after loading a checkpoint."""
         self.step = step
-        self._table: Tensor | None = None  # made anew at the next draw
+        self._table = None  # made anew at the next draw
         draw(self.members, step, table(self.members))
 
     def state_dict(self) -> dict[str, Any]:
