@@ -69,6 +69,16 @@ def test_the_floor_network_has_the_widths_that_convert_chooses(name, rate):
         assert floor.get_submodule(module).weight.shape[0] == width, module
 
 
+@pytest.mark.parametrize(("exclusions", "blocks"), [(False, 12), (True, 8)])
+def test_every_block_of_a_wide_resnet_is_sliced(exclusions, blocks):
+    """The first one too, whose shortcut is projected; the paper leaves out it and the last of each stage."""
+    with torch.device("meta"):
+        model = build("wrn-28-10")
+    report = sliceout.convert_(model, 0.5, paper_exclusions=exclusions)
+    assert report.converted == blocks
+    assert all(r.name.endswith("conv1") for r in report.rows if r.slice)
+
+
 # -- by name -----------------------------------------------------------------------------------------------------------
 
 

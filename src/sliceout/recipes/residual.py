@@ -24,11 +24,25 @@ def arrange(groups: list[Group], paper_exclusions: bool) -> None:
         group.family = "residual"
     place = {g: i for i, g in enumerate(groups)}
     first = min(place[g] for g in streams)
+    stem = _chain_from_input([*inside, *outside])
     for group in (*inside, *outside):
-        if group.reads_input or place[group] < first:
+        if group.reads_input or (place[group] < first and (group in outside or group in stem)):
             group.reason = group.reason or "in front of the residual blocks: the stem stays whole"
     if paper_exclusions:
         _exclude(sorted(inside, key=place.__getitem__))
+
+
+def _chain_from_input(groups: list[Group]) -> list[Group]:
+    """What reads the input, and what is read by one layer after the other behind it, up to the first fork.
+
+    The fork is where the first block begins: one whose shortcut is projected writes a stream of its own, so that it
+    lies in front of the first stream as a stem does.
+    """
+    chain = [g for g in groups if g.reads_input]
+    for link in chain:  # which grows meanwhile
+        readers = set(link.names("in"))
+        chain += [g for g in groups if g not in chain and len(readers) == 1 and readers <= set(g.names("out"))]
+    return chain
 
 
 def _exclude(inside: list[Group]) -> None:
