@@ -177,7 +177,12 @@ def _covers(optimizers: Iterable[Optimizer], family: Slices) -> bool:
     return all(id(p) in held for layer in layers for p in layer.parameters() if p.requires_grad)
 
 
-_STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__  # what runs hooks around every optimizer's step
+def _nothing(*args: Any) -> None:
+    """Stands for a step."""
+
+
+# What runs the hooks around every optimizer's step; a torch that has it no longer draws once too often at worst.
+_STEP = getattr(Optimizer, "profile_hook_step", lambda step: step)(_nothing).__code__
 
 
 def _steps_running(optimizer: Optimizer | None = None) -> int:
