@@ -167,6 +167,7 @@ MODELS: dict[str, Callable[[], Made]] = {
     "resnext": resnext,
     "torchvision resnet": torchvision_resnet,
     "timm efficientnet": timm("test_efficientnet"),
+    "efficientnet with group norms": timm("test_efficientnet_gn"),
     "torchvision efficientnet": torchvision_efficientnet,
     "torchvision mobilenet v2": torchvision_mobilenet("mobilenet_v2"),
     "torchvision mobilenet v3": torchvision_mobilenet("mobilenet_v3_small"),

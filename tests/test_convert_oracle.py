@@ -44,6 +44,7 @@ LOOSE = {"llama": 1e-5}  # its norms compute in float32
 GROUPS = {
     "mlp": 2, "two branches": 2, "chunked": 1, "vgg": 3, "group norms": 2, "depthwise separable": 1, "wide resnet": 7,
     "basic block": 7, "bottleneck": 14, "resnext": 14, "torchvision resnet": 11, "timm efficientnet": 4,
+    "efficientnet with group norms": 4,
     "torchvision efficientnet": 5, "torchvision mobilenet v2": 16, "torchvision mobilenet v3": 11, "convnext": 9,
     "vit": 6, "swin": 9, "gpt2": 6, "bert": 6, "llama": 4, "transformer encoder": 6,
 }  # fmt: skip

@@ -89,6 +89,8 @@ def find_groups(model: nn.Module, trace: Trace) -> list[Group]:
                 group.contracted = list(dict.fromkeys(atom.contracted))
                 group.batched = list(dict.fromkeys(atom.batched))
                 before, after = math.prod(a.size for a in flat[:i]), math.prod(a.size for a in flat[i + 1 :])
+                if role == "out" and 1 < before * atom.size < getattr(modules[use.module], "groups", 1):
+                    group.reason = group.reason or f"{use.module} has groups of channels finer than these units"
                 where = _dim_of(atom, trace.inputs.get(use.module, []))
                 for member in _members(modules[use.module], use.module, role, before, atom.size, after, where):
                     if member not in group.members:

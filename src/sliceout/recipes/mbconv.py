@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from ..groups import Group
@@ -32,11 +34,11 @@ def arrange(model: nn.Module, groups: list[Group], stages: int | None) -> None:
 
 def _expands(group: Group, modules: dict[str, nn.Module]) -> bool:
     """Fused blocks (EfficientNetV2) have no depthwise convolution: a wide middle between two narrow ends tells them."""
-    into, out = (max(getattr(modules[n], c, 0) for n in group.names(r)) for r, c in _ENDS)
-    return 0 < into < group.size and 0 < out < group.size
-
-
-_ENDS = (("out", "in_channels"), ("in", "out_channels"))
+    ends: list[Any] = [modules[n] for role in ("out", "in") for n in group.names(role)]
+    if not all(hasattr(m, "in_channels") for m in ends):
+        return False
+    writers, readers = ends[: len(group.names("out"))], ends[len(group.names("out")) :]
+    return all(m.in_channels < m.out_channels for m in writers) and all(m.out_channels < m.in_channels for m in readers)
 
 
 def _stage(group: Group) -> str:
