@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from . import draws
+from .ops import without_views
 from .slices import Slices
 
 
@@ -76,7 +77,7 @@ class CapturedStep:
         kept = _Snapshot(model, optimizer)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with draws.paused(), torch.cuda.stream(side):
+        with draws.paused(), without_views(), torch.cuda.stream(side):  # the kernels that the graph will hold
             for _ in range(max(warmup, 1)):
                 step()
             kept.restore()
