@@ -119,6 +119,8 @@ CASES = [
     L("conv2d-inside-groups", "Conv2d", (20, 12, 3), (2, 20, 4, 4), inside_groups(2, 10, 6), {"groups": 2}),
     L("conv2d-inside-groups-out", "Conv2d", (4, 12, 3), (2, 4, 4, 4), out(6, blocks=2), {"groups": 2}),
     L("conv2d-inside-groups-in", "Conv2d", (20, 4, 3), (2, 20, 4, 4), into(10, blocks=2), {"groups": 2, "bias": False}),
+    L("conv2d-inside-groups-inner", "Conv2d", (20, 12, 3), (2, 20, 4, 4), lambda make: {
+        "in_slice": make(5).axis(blocks=2, inner=2), "out_slice": make(3).axis(blocks=2, inner=2)}, {"groups": 2}),
     L("conv2d-whole-groups", "Conv2d", (20, 30, 3), (2, 20, 4, 4), whole_groups(10, 2, 3), {"groups": 10}),
     L("conv2d-whole-groups-blocks", "Conv2d", (12, 12, 3), (2, 12, 4, 4), lambda make: dict.fromkeys(
         ("in_slice", "out_slice"), make(6).axis(blocks=2)), {"groups": 12}),
