@@ -47,7 +47,9 @@ def maker(**options):
 
 
 def test_every_layer_of_the_library_is_tested_here():
-    assert {name for name in sliceout.nn.__all__ if name[0].isupper()} == {c.kind for c in CASES}
+    """Attention takes three inputs and has a file of its own: test_multihead.py."""
+    layers = {name for name in sliceout.nn.__all__ if name[0].isupper()} - {"Sliced", "MultiheadAttention"}
+    assert layers == {c.kind for c in CASES}
 
 
 # -- exactness ---------------------------------------------------------------------------------------------------------

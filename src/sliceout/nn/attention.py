@@ -65,6 +65,8 @@ class MultiheadAttention(Sliced, nn.MultiheadAttention):
             return super().forward(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
+        if is_causal and attn_mask is None:
+            raise RuntimeError("is_causal=True without attn_mask: as in torch, it only says that attn_mask is causal")
         batched = query.dim() == 3
         if not batched:
             query, key, value = (t.unsqueeze(0) for t in (query, key, value))
@@ -77,7 +79,8 @@ class MultiheadAttention(Sliced, nn.MultiheadAttention):
             F.linear(x, w, b).unflatten(-1, (heads, -1)).transpose(1, 2)
             for x, w, b in ((query, wq, bq), (key, wk, bk), (value, wv, bv))
         )
-        mask = self._mask(attn_mask, key_padding_mask, q)
+        causal = is_causal and key_padding_mask is None and not need_weights  # then no mask need be read
+        mask = None if causal else self._mask(attn_mask, key_padding_mask, q)
         weights: Tensor | None = None
         if need_weights:
             scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
@@ -86,7 +89,6 @@ class MultiheadAttention(Sliced, nn.MultiheadAttention):
             out = weights @ v
             weights = weights.mean(1) if average_attn_weights else weights
         else:
-            causal = is_causal and mask is None
             out = F.scaled_dot_product_attention(q, k, v, mask, self.dropout, is_causal=causal)
         out = F.linear(out.transpose(1, 2).flatten(2), wo, self.out_proj.bias)
         if not batched:
@@ -103,7 +105,7 @@ class MultiheadAttention(Sliced, nn.MultiheadAttention):
 
     def _small(self, like: Tensor) -> Any:
         """The kept part of the three input projections and of the output projection's weight."""
-        dtype = _autocast_dtype(like)
+        dtype = None if self.out_proj.weight.dtype == torch.float64 else _autocast_dtype(like)
         weights: Any = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         if self._qkv_same_embed_dim:
             weights = self.in_proj_weight.chunk(3)
