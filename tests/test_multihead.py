@@ -87,7 +87,11 @@ def make_attention(which, device, sampling="circular", **kwargs):
     with torch.no_grad():
         for p in m.parameters():
             p.mul_(EMBED**-0.5)  # so that scores and gradients are of order 1
-    return attend_(m, axes(which, **settings)).to(device).train()
+    attend_(m, axes(which, **settings)).to(device).train()
+    for s in m.slices:
+        while s.kept[0] == 0:  # a slice that starts at 0 would hide much
+            s.family.draw_()
+    return m
 
 
 @devices
