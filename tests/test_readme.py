@@ -1,7 +1,9 @@
-"""What the README says is so: its code runs."""
+"""What the README says is so: its code runs, and its numbers are those of the committed results."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -32,3 +34,15 @@ def test_slices_by_hand_as_shown() -> None:
     assert net.fc1(torch.zeros(1, 784)).shape == (1, 1024)
     assert net(torch.zeros(1, 784)).shape == (1, 10)
     assert net.eval().fc1(torch.zeros(1, 784)).shape == (1, 2048)
+
+
+def test_the_measured_table_is_that_of_the_committed_result() -> None:
+    spec = importlib.util.spec_from_file_location("mlp_cpu", ROOT / "benchmarks" / "mlp_cpu.py")
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    assert benchmark.table(json.loads(benchmark.RESULT.read_text())) in README
+
+
+def test_the_mlp_step_meets_its_requirement() -> None:
+    steps = json.loads((ROOT / "results" / "mlp-cpu.json").read_text())["steps"]
+    assert steps["circular"]["ms"] <= 0.6 * steps["dropout"]["ms"]
