@@ -11,10 +11,10 @@ from torch import Tensor, nn
 import sliceout
 
 needs_cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=1e-3, nesterov=True),
-    "adam": lambda p: torch.optim.Adam(p, 1e-2),
-    "adamw fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
+OPTIMIZERS = {  # rates that float32 holds exactly: kernels read them in that precision
+    "sgd": lambda p: torch.optim.SGD(p, 2**-4, momentum=0.9, weight_decay=1e-3, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, 2**-7),
+    "adamw fused": lambda p: torch.optim.AdamW(p, 2**-7, fused=True),
 }
 
 
@@ -52,7 +52,7 @@ def test_captured_training_equals_eager_training(name: str, compiled: bool) -> N
     for i, (x, y) in enumerate(data):
         if i == 4:  # a new learning rate must take effect in both
             for group in (*one.param_groups, *other.param_groups):
-                group["lr"] = 0.005
+                group["lr"] = 2**-8
         one.zero_grad()
         loss = nn.functional.cross_entropy(eager(x), y)
         loss.backward()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
@@ -94,7 +95,8 @@ def test_one_inductor_graph_over_all_draws_equals_eager(name, float64):
     model, twin, x = build(name), build(name), data(name)
     if name == "convnet":
         model, twin, x = (t.to(memory_format=torch.channels_last) for t in (model, twin, x))
-    with torch._dynamo.config.patch(error_on_recompile=True):
+    # torch 2.11 cannot compile the backward of its fused attention in float64 on the CPU
+    with torch._dynamo.config.patch(error_on_recompile=True), sdpa_kernel(SDPBackend.MATH):
         assert_same_training(compiled(model, "inductor"), twin, x)
     assert graphs() == 1
 

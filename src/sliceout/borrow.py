@@ -102,6 +102,7 @@ def borrow_(module: Any, axes: dict[str, Axis], dim: int) -> nn.Module:
         sliced.GroupNorm.bind(module, axes)  # type: ignore[arg-type]
     names = tuple(n for n in (*module._parameters, *module._buffers, *_NUMBERS, "groups") if hasattr(module, n))
     module._shown, module._unit_dim = None, dim
+    module._own = {n: vars(module)[n] for n in names if n in vars(module)}  # properties of these names will hide them
     plain: Any = type(module)
     adopt(module, _borrowing(plain, mixing, names), axes)
     return module  # type: ignore[no-any-return]
@@ -122,11 +123,13 @@ def _property(name: str) -> property:
         for held in (self._parameters, self._buffers):
             if name in held:
                 return held[name]
-        return self.__dict__[name]
+        return self._own[name]
 
     def put(self: Any, value: Any) -> None:
-        held = self._buffers if name in self._buffers else self.__dict__
-        held[name] = value
+        if name in self._buffers:
+            self._buffers[name] = value
+        else:
+            self._own[name] = self.__dict__[name] = value
 
     return property(get, put)
 

@@ -194,7 +194,7 @@ def _undo(module: Any) -> None:
         vars(module).pop(name, None)
 
 
-_EXTRAS = ("_shown", "_unit_dim", "small", "projection")
+_EXTRAS = ("_shown", "_unit_dim", "_own", "_numbers", "_projection")
 """What layers with a forward of their own and attention modules keep beside their slices."""
 
 

@@ -1,6 +1,6 @@
 """The demo: one network of the paper trained side by side without dropout, with dropout and with SliceOut.
 
-The schemes take turns, an epoch each, and a different one goes first each time: whatever else the machine is doing
+The schemes take turns step by step, and a different one goes first each time: whatever else the machine is doing
 disturbs all of them alike, so their times can be compared. All start from the same weights and see the same batches.
 """
 
@@ -109,17 +109,20 @@ def train(contenders: Sequence[Scheme], data: Images, settings: Settings) -> Ite
     y, test_labels = (labels.to(device).long() for labels in (data.train_labels, data.test_labels))
     for scheme in contenders:
         _warm_up(scheme, x[: settings.batch], y[: settings.batch])
+    turns = 0
     for epoch in range(settings.epochs):
-        first = epoch % len(contenders)
-        for scheme in [*contenders[first:], *contenders[:first]]:
+        for scheme in contenders:
             scheme.epoch = epoch + 1
             scheme.model.train()
-            for rows in batches(len(x), settings.batch, settings.seed, epoch):
-                inputs, targets = x[rows.to(device)], y[rows.to(device)]
+        for rows in batches(len(x), settings.batch, settings.seed, epoch):
+            inputs, targets = x[rows.to(device)], y[rows.to(device)]
+            first, turns = turns % len(contenders), turns + 1
+            for scheme in [*contenders[first:], *contenders[:first]]:
                 seconds, loss = _timed(scheme, inputs, targets)
                 scheme.steps.append(seconds)
                 scheme.loss = float(loss)
                 yield scheme
+        for scheme in contenders:
             scheme.accuracy = accuracy(scheme.model, test, test_labels)
             scheme.curve.append((sum(scheme.steps), scheme.accuracy))
             yield scheme

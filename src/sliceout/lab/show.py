@@ -38,8 +38,7 @@ def follow(running: Iterable[Scheme], contenders: Sequence[Scheme], epochs: int,
         for scheme in running:
             status, left = _status(scheme, epochs), _left(contenders, total)
             bar.update(tasks[scheme.name], completed=len(scheme.steps), status=status)
-            for name, task in tasks.items():
-                bar.update(task, left=left if name == scheme.name else "")
+            bar.update(tasks[contenders[-1].name], left=left)
             if not console.is_terminal and len(scheme.curve) == scheme.epoch:
                 console.print(f"{scheme.name:10} {status}  {left}", soft_wrap=True)
 

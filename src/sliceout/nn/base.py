@@ -112,6 +112,13 @@ def adopt(module: nn.Module, made: type[nn.Module], axes: dict[str, Axis]) -> No
     """Change the class of ``module`` to a sliced one; ``axes`` must have been checked."""
     module.__class__ = made
     _attach(module, axes, checked=True)
+    if any(True for _ in module.children()):  # loading with assign=True reaches the children last
+        module.register_load_state_dict_post_hook(place_after_loading)
+
+
+def place_after_loading(module: Any, incompatible_keys: Any) -> None:
+    """A hook: keep the slices where the parameters of the children are now."""
+    module._place()
 
 
 def _argument(role: str) -> str:

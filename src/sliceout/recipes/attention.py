@@ -147,13 +147,14 @@ def _numbers(module: nn.Module, s: Slice, inside: bool) -> dict[str, float]:
 class Following(Sliced):
     """A module some of whose numbers follow a slice. They stay in its ``__dict__``, hidden by properties."""
 
-    small: dict[str, Any]
+    _own: dict[str, Any]
+    _numbers: dict[str, Any]
 
     def bind(self, axes: Any) -> None:
         """Anything goes: the numbers were computed from this slice."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (type(self)._plain, tuple(self.small)), self.__getstate__()  # type: ignore[attr-defined]
+        return _rebuild, (type(self)._plain, tuple(self._numbers)), self.__getstate__()  # type: ignore[attr-defined]
 
 
 def rerated(model: nn.Module) -> None:
@@ -162,11 +163,11 @@ def rerated(model: nn.Module) -> None:
         if isinstance(module, Following):
             s = module.axes["unit"].slice
             both = (_numbers(module, s, inside) for inside in (True, False))
-            module.small = next(numbers for numbers in both if numbers.keys() == module.small.keys())
+            module._numbers = next(numbers for numbers in both if numbers.keys() == module._numbers.keys())
 
 
 def _follow(module: Any, s: Slice, numbers: dict[str, float]) -> None:
-    module.small = numbers
+    module._own, module._numbers = {name: vars(module)[name] for name in numbers}, numbers
     adopt(module, _following(type(module), tuple(numbers)), {"unit": s.axis()})  # type: ignore[arg-type]
 
 
@@ -184,9 +185,9 @@ def _rebuild(plain: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
 def _property(name: str) -> property:
     def get(self: Any) -> Any:
         live = self.training and self.axes["unit"].slice.sliced
-        return self.small[name] if live else self.__dict__[name]
+        return self._numbers[name] if live else self._own[name]
 
     def put(self: Any, value: Any) -> None:
-        self.__dict__[name] = value
+        self._own[name] = self.__dict__[name] = value
 
     return property(get, put)

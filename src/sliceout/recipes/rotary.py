@@ -23,13 +23,13 @@ from ..slices import Slice
 class ValuesApart(Sliced):
     """An attention layer whose values may have a width of their own."""
 
-    projection: str
+    _projection: str
 
     def bind(self, axes: Any) -> None:
         """Anything goes: the slice is that of the layer's own values."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (type(self)._plain, self.projection), self.__getstate__()  # type: ignore[attr-defined]
+        return _rebuild, (type(self)._plain, self._projection), self.__getstate__()  # type: ignore[attr-defined]
 
     def _by_head(self, values: Tensor, *shape: Any) -> Tensor:
         """``values.view(*shape)``, by heads of the width they have."""
@@ -45,7 +45,7 @@ def split_off_values_(module: Any, projection: str, s: Slice) -> bool:
     made = _made(type(module), projection)  # type: ignore[arg-type]
     if made is None:
         return False
-    module.projection = projection
+    module._projection = projection
     adopt(module, made, {"unit": s.axis()})
     return True
 

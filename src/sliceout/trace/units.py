@@ -141,12 +141,33 @@ def reduce(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Ten
             t.set(y, [d for i, d in enumerate(dims) if i not in over])
 
 
-@rule("max_pool1d", "max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool1d", "avg_pool2d", "avg_pool3d",
-      "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_avg_pool1d",
-      "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_bilinear2d", "upsample_bicubic2d",
-      "upsample_linear1d", "upsample_trilinear3d", "reflection_pad1d", "reflection_pad2d", "replication_pad1d",
-      "replication_pad2d", "max_pool2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
-      "_upsample_nearest_exact2d")
+@rule(
+    "max_pool1d",
+    "max_pool2d_with_indices",
+    "max_pool3d_with_indices",
+    "avg_pool1d",
+    "avg_pool2d",
+    "avg_pool3d",
+    "_adaptive_avg_pool2d",
+    "_adaptive_avg_pool3d",
+    "adaptive_max_pool2d",
+    "adaptive_avg_pool1d",
+    "upsample_nearest1d",
+    "upsample_nearest2d",
+    "upsample_nearest3d",
+    "upsample_bilinear2d",
+    "upsample_bicubic2d",
+    "upsample_linear1d",
+    "upsample_trilinear3d",
+    "reflection_pad1d",
+    "reflection_pad2d",
+    "replication_pad1d",
+    "replication_pad2d",
+    "max_pool2d",
+    "_upsample_bilinear2d_aa",
+    "_upsample_bicubic2d_aa",
+    "_upsample_nearest_exact2d",
+)
 def spatial(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:  # fmt: skip
     x = inputs[0]
     for y in outputs:
