@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -27,6 +28,7 @@ def peak_growth(step: Callable[[], object], device: torch.device) -> int:
         >>> peak_growth(step, torch.device("cpu"))
         2000
     """
+    gc.collect()  # otherwise Python may release older garbage during the step, which would hide some of its growth
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
