@@ -65,11 +65,16 @@ def main(case: str, mode: str, batch: int) -> None:
     step()
     torch.cuda.set_sync_debug_mode("default")
     row = {
-        "case": case, "mode": mode, "batch": batch,
-        "median_ms": round(statistics.median(timed(1) for _ in range(40)), 2), "stream_ms": round(timed(40), 2),
-        "reserved_mib": torch.cuda.max_memory_reserved() >> 20, "allocated_mib": torch.cuda.max_memory_allocated() >> 20,
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-    }  # fmt: skip
+        "case": case,
+        "mode": mode,
+        "batch": batch,
+        "median_ms": round(statistics.median(timed(1) for _ in range(40)), 2),
+        "stream_ms": round(timed(40), 2),
+        "reserved_mib": torch.cuda.max_memory_reserved() >> 20,
+        "allocated_mib": torch.cuda.max_memory_allocated() >> 20,
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+    }
     print(json.dumps(row))
 
 
