@@ -150,7 +150,7 @@ def test_notes_compare_at_equal_time_and_own_up_to_memory() -> None:
     made = _contenders([0.010, 0.020, 0.008], peaks=[10, 20, 20])
     text = " ".join(show.notes(made))
     assert "took SliceOut 2.4 s and dropout 6.0 s" in text
-    assert "After 2.4 s, dropout had reached 70.0% and no dropout had reached 80.0%" in text
+    assert "After 2.4 s, dropout had reached 72.0% and no dropout had reached 84.0%" in text
     assert "leaves at full size" in text
     made[1].curve = made[1].curve[2:]
     assert "dropout had not finished an epoch" in " ".join(show.notes(made))

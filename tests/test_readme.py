@@ -46,3 +46,13 @@ def test_the_measured_table_is_that_of_the_committed_result() -> None:
 def test_the_mlp_step_meets_its_requirement() -> None:
     steps = json.loads((ROOT / "results" / "mlp-cpu.json").read_text())["steps"]
     assert steps["circular"]["ms"] <= 0.6 * steps["dropout"]["ms"]
+
+
+def test_the_demos_numbers_are_those_of_the_committed_run() -> None:
+    schemes = json.loads((ROOT / "results" / "demo-cpu.json").read_text())["schemes"]
+    sliced, dropout, none = (schemes[name] for name in ("SliceOut", "dropout", "no dropout"))
+    a, b, c = (f"{100 * s['test_accuracy']:.1f} %" for s in (sliced, dropout, none))
+    seconds, longer = (s["curve"][-1][0] for s in (sliced, dropout))
+    text = " ".join(README.split())
+    assert f"SliceOut trained for {seconds:.1f} s and dropout for {longer:.1f} s." in text
+    assert f"It ends at {a}, dropout at {b} and no dropout at {c}:" in text

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -85,8 +86,11 @@ class Scheme:
         return 1000 * statistics.median(self.steps) if self.steps else float("nan")
 
     def accuracy_after(self, seconds: float) -> float:
-        """Test accuracy at the last epoch that had ended after this much training, or not a number before the first."""
-        return next((a for t, a in reversed(self.curve) if t <= seconds), float("nan"))
+        """Test accuracy after this much training, read off the line between two epochs; NaN before the first."""
+        for (t0, a0), (t1, a1) in pairwise(self.curve):
+            if t0 <= seconds <= t1:
+                return a0 + (a1 - a0) * (seconds - t0) / (t1 - t0)
+        return self.accuracy if seconds >= self.curve[-1][0] else float("nan")
 
 
 def schemes(settings: Settings, widths: Sequence[int]) -> list[Scheme]:
