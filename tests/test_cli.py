@@ -156,3 +156,9 @@ def test_the_core_does_not_import_the_lab() -> None:
         "import sys, sliceout; print([m for m in ('sliceout.lab', 'typer', 'rich', 'matplotlib') if m in sys.modules])"
     )
     assert python(code).stdout == "[]\n"
+
+
+def test_importing_the_library_does_not_import_the_compiler_or_the_lab() -> None:
+    code = "import sys, sliceout; print([m for m in ('torch._dynamo', 'sliceout.lab', 'triton') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -202,7 +202,7 @@ _EXTRAS = ("_shown", "_unit_dim", "_own", "_numbers", "_projection")
 
 
 def _check(model: nn.Module, rate: Any, attention: str, settings: dict[str, Any]) -> None:
-    if isinstance(model, torch._dynamo.OptimizedModule):
+    if type(model).__name__ == "OptimizedModule":  # by name: its class would import the compiler
         raise ValueError("this model is compiled: convert the original module first, then compile it")
     wrappers = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "OptimizedModule"}
     for name, m in model.named_modules():

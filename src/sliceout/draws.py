@@ -110,7 +110,7 @@ def watch(layer: nn.Module) -> None:
     """Redraw this layer's slices whenever an optimizer that holds its parameters has stepped."""
     global _hook
     if _hook is None:
-        _hook = register_optimizer_step_post_hook(_after_step)
+        _hook = register_optimizer_step_post_hook(_hook_for_any_mode)
     _layers[layer] = None
     _held.clear()
 
@@ -135,7 +135,14 @@ def paused() -> Iterator[None]:
         _paused = before
 
 
-@torch.compiler.disable
+def _hook_for_any_mode(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Draw after a step; one that is being compiled leaves its graph for it."""
+    if torch.compiler.is_compiling():
+        torch.compiler.disable(_after_step)(optimizer, args, kwargs)  # not a decorator: that imports the compiler
+    else:
+        _after_step(optimizer, args, kwargs)
+
+
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     families = [] if _paused else families_in(optimizer)
     if not families or _steps_running(optimizer) > 1:  # a subclass's step that calls its parent's runs hooks twice

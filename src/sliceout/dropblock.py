@@ -41,7 +41,6 @@ def drop_block(x: Tensor, rate: float, block: int = BLOCK) -> Tensor:
     return x * (kept * (kept.numel() / kept.sum().clamp_min(1))).to(x.dtype)
 
 
-@torch.compiler.assume_constant_result
 def seed_rate(rate: float, sides: list[int], blocks: list[int]) -> float:
     """The rate of seeds at which a share ``rate`` of the map is dropped on average, edges and overlaps included."""
     covered = [
@@ -57,3 +56,7 @@ def seed_rate(rate: float, sides: list[int], blocks: list[int]) -> float:
         kept = sum(count * (1 - middle) ** seeds for seeds, count in cells) / math.prod(sides)
         low, high = (middle, high) if kept > 1 - rate else (low, middle)
     return (low + high) / 2
+
+
+seed_rate._dynamo_marked_constant = True  # type: ignore[attr-defined]
+"""What ``torch.compiler.assume_constant_result`` says, without importing the compiler for it."""
