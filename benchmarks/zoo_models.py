@@ -11,26 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from sliceout.lab.find_model import make_torchvision_importable
+
 MEMBERS = Path(__file__).with_name("zoo_members.json")
 """timm's models by family, smallest first: ``[[name, parameters], ...]``; written by ``zoo.py choose``."""
 
 
-def declare_torchvision_ops() -> torch.library.Library | None:
-    """Let timm import torchvision where its compiled ops cannot be loaded, as beside a CPU torch.
-
-    The ops exist as long as the object that is returned does.
-    """
-    try:
-        import torchvision  # noqa: F401
-    except RuntimeError:
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        return library
-    return None
-
-
-_torchvision_ops = declare_torchvision_ops()
+make_torchvision_importable()  # timm needs it
 
 # -- timm --------------------------------------------------------------------------------------------------------------
 
