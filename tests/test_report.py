@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import sliceout
 from models import build, images
 from sliceout.lab.models.wide_resnet import WideResNet
+from sliceout.report import pattern
 
 
 def flops(model: nn.Module, x: torch.Tensor) -> int:
@@ -118,3 +119,8 @@ def test_groups_that_save_next_to_nothing_are_left_out():
     }
     asked = sliceout.convert_(sliceout.revert_(net), {"*": 0.5})
     assert asked.converted == 3
+
+
+def test_layer_numbers_become_stars_and_other_numbers_stay() -> None:
+    text = "blocks.1.0.conv_pw: rate 0.5 keeps a single one of 2 units in layer1.0"
+    assert pattern(text) == "blocks.*.*.conv_pw: rate 0.5 keeps a single one of 2 units in layer1.*"

@@ -201,8 +201,8 @@ def _percent(fraction: float) -> str:
 
 
 def pattern(text: str) -> str:
-    """A text with the numbers of layers replaced by stars."""
-    return re.sub(r"(?<=\.)\d+(?=\.|\b)", "*", text)
+    """The text with the numbers in dotted names replaced by stars; numbers such as rates stay."""
+    return re.sub(r"\b[A-Za-z_]\w*(?:\.\w+)+", lambda name: re.sub(r"(?<=\.)\d+\b", "*", name.group()), text)
 
 
 def _alike(rows: list[Row]) -> list[tuple[str, list[Row]]]:
