@@ -131,6 +131,13 @@ def test_stages_limits_inverted_bottlenecks_to_the_first():
     assert "not in the first 3 stages" in {r.reason for r in report.skipped}
 
 
+def test_stages_are_told_by_their_widths_where_blocks_are_numbered_through():
+    import torchvision
+
+    report = sliceout.convert_(torchvision.models.mobilenet_v2(), 0.5, stages=3)
+    assert {n.split(".")[1] for n in widths(report)} == {str(i) for i in range(2, 11)}  # 2 + 3 + 4 blocks
+
+
 def test_paper_exclusions_leave_out_the_first_block_and_the_last_of_each_stage():
     report = sliceout.convert_(WideResNet(28, 1), 0.5, paper_exclusions=True)
     reasons = [r.reason for r in report.skipped]

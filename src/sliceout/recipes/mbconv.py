@@ -12,7 +12,8 @@ from ..groups import Group
 def arrange(model: nn.Module, groups: list[Group], stages: int | None) -> None:
     """Slice the expanded channels only, as the paper does, and only in the first ``stages`` stages.
 
-    A stage is what the model's own numbering calls one (``blocks.2``, ``features.4``).
+    A stage is a run of blocks that project to the same number of channels: what the papers of these networks call one,
+    however the model numbers its blocks.
     """
     modules = dict(model.named_modules())
     if stages is not None and stages < 1:
@@ -26,9 +27,11 @@ def arrange(model: nn.Module, groups: list[Group], stages: int | None) -> None:
     for group in groups:
         if group.family in ("conv", "mbconv") and group not in expanded:
             group.reason = group.reason or "outside the expanded channels of the inverted bottlenecks"
-    kept = list(dict.fromkeys(_stage(g) for g in expanded))[:stages]
+    if stages is None:
+        return
+    first = set(_first(expanded, modules, stages))
     for group in groups:
-        if stages is not None and (group not in expanded or _stage(group) not in kept):
+        if group not in first:
             group.reason = group.reason or f"not in the first {stages} stages"
 
 
@@ -41,7 +44,15 @@ def _expands(group: Group, modules: dict[str, nn.Module]) -> bool:
     return all(m.in_channels < m.out_channels for m in writers) and all(m.out_channels < m.in_channels for m in readers)
 
 
-def _stage(group: Group) -> str:
-    path = group.name.split(".")
-    number = next((i for i, part in enumerate(path) if part.isdigit()), len(path) - 1)
-    return ".".join(path[: number + 1])
+def _first(expanded: list[Group], modules: dict[str, Any], stages: int) -> list[Group]:
+    """The groups of the first stages; the last layer that reads a block's expanded channels is its projection."""
+    kept: list[Group] = []
+    widths: list[int] = []
+    for group in expanded:
+        width = modules[group.names("in")[-1]].out_channels
+        if not widths or width != widths[-1]:
+            widths.append(width)
+        if len(widths) > stages:
+            break
+        kept.append(group)
+    return kept
