@@ -233,3 +233,19 @@ def test_a_norm_of_somebody_elses_making():
 
     net = nn.Sequential(nn.Linear(6, 32), RootMeanSquare(32), nn.Linear(32, 3))
     assert sliced_layers(convert(net)) == {"0", "1", "2"}
+
+
+def test_a_linear_layer_behind_a_recurrent_one_is_sliced() -> None:
+    """Its input is transposed, so torch adds the bias apart from the product: that is no residual connection."""
+
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.lstm = nn.Embedding(50, 16), nn.LSTM(16, 32, batch_first=True)
+            self.hidden, self.head = nn.Linear(32, 64), nn.Linear(64, 50)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.hidden(self.lstm(self.embed(x))[0]).relu())
+
+    report = sliceout.convert_(Tagger(), 0.5)
+    assert [r.name for r in report.rows if r.slice is not None] == ["hidden"]

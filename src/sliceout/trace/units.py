@@ -40,7 +40,7 @@ def pointwise(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[
 def add(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
     """Between two branches an add may be a residual connection: noted now, judged when all producers are known."""
     x, y = a["self"], a["other"]
-    if len(inputs) < 2 or x is y:
+    if len(inputs) < 2 or x is y or any(id(p) in t.parameters for p in inputs):  # a bias is no branch
         return pointwise(t, a, inputs, outputs)
     out = outputs[0]
     one, other = t.behind.get(id(x), 0), t.behind.get(id(y), 0)
