@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from sliceout.lab.find_model import make_torchvision_importable
 
 settings.register_profile(
     "sliceout",
@@ -26,27 +29,8 @@ devices = pytest.mark.parametrize("device", ["cpu", cuda_param])
 cuda_only = pytest.mark.parametrize("device", [cuda_param])
 
 
-def _declare_torchvision_ops() -> torch.library.Library | None:
-    """Let ``import torchvision`` (and timm) work where its compiled ops cannot be loaded, as beside a CPU torch.
-
-    torchvision registers meta kernels for ops that its extension defines, and fails if the extension is missing.
-    """
-    try:
-        import torchvision  # noqa: F401
-    except RuntimeError as error:
-        if "torchvision::nms" not in str(error):
-            raise
-    except ImportError:
-        return None
-    else:
-        return None
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return library
-
-
-_torchvision_ops = _declare_torchvision_ops()  # the ops exist as long as this object does
+with contextlib.suppress(ModuleNotFoundError):  # timm and torchvision, where its compiled ops cannot be loaded
+    make_torchvision_importable()
 
 
 @pytest.fixture(autouse=True)
