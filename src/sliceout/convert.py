@@ -36,6 +36,7 @@ def convert_(
     norm: str = "probabilistic",
     fold: str = "consumer",
     align: int | None = None,
+    grads: str = "dense",
     filter: Filter = None,
     attention: str = "dims",
     stages: int | None = None,
@@ -58,6 +59,9 @@ def convert_(
             ``sampling`` says), or ``"patch"`` (a window of the feature map through every residual block; ``rate`` is of
             its area, and only ``norm``, ``align`` and ``filter`` apply). See :mod:`sliceout.baselines`.
         sampling, norm, fold, align: see :class:`~sliceout.Slice`.
+        grads: ``"dense"``: every parameter gets an ordinary gradient. ``"compact"``: gradients of the slice's size, and
+            SGD, Adam and AdamW update the slice alone: other units keep their weights and their state. It pays where
+            parameters weigh more than activations; compiled graphs stay dense. See :mod:`sliceout.optim`.
         filter: only groups all of whose producing and consuming layers match: name patterns (``"blocks.*.mlp.*"``) or
             a function of ``(module, name)``.
         attention: ``"dims"`` slices inside every head (queries and keys alike, values and output projection alike),
@@ -78,8 +82,10 @@ def convert_(
         >>> model(torch.zeros(3, 8)).shape
         torch.Size([3, 2])
     """
-    _check(model, rate, attention, {"sampling": sampling, "norm": norm, "fold": fold})
+    _check(model, rate, attention, {"sampling": sampling, "norm": norm, "fold": fold, "grads": grads})
     check_scheme(scheme)
+    if grads == "compact" and scheme != "sliceout":
+        raise ValueError(f"grads='compact' goes with scheme='sliceout': scheme={scheme!r} has dense gradients")
     if scheme == "patch":
         _only_for_units(attention, stages, paper_exclusions)
         return patch_blocks_(
@@ -104,7 +110,7 @@ def convert_(
         settings["fold"] = "consumer" if group.contracted or group.partner else fold  # fused: q, k and v alike
         if scheme == "controlled":
             return Subset(group.size, rates[group], **settings)
-        return Slice(group.size, rates[group], sampling=sampling, **settings)
+        return Slice(group.size, rates[group], sampling=sampling, grads=grads, **settings)
 
     def apply(shadow: nn.Module, chosen: list[Group]) -> None:
         _apply(shadow, chosen, make)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from . import optim
 from .slices import Slice, Slices
 
 # -- the slices of a model ---------------------------------------------------------------------------------------------
@@ -111,6 +112,8 @@ def watch(layer: nn.Module) -> None:
     global _hook
     if _hook is None:
         _hook = register_optimizer_step_post_hook(_hook_for_any_mode)
+    if any(s.grads == "compact" for s in _slices_of([layer])):
+        optim.watch()
     _layers[layer] = None
     _held.clear()
 

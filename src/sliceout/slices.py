@@ -22,6 +22,7 @@ from torch import Tensor
 SAMPLINGS = ("circular", "window", "prefix")
 NORMS = ("probabilistic", "flow", "none")
 FOLDS = ("consumer", "producer")
+GRADS = ("dense", "compact")
 
 
 class Slice:
@@ -39,6 +40,7 @@ class Slice:
         fold: where the normalisation is multiplied into the small weight: the columns of the ``"consumer"`` (the
             paper's delayed normalisation) or the rows of the ``"producer"`` (immediate).
         seed: draws depend on ``(seed, stream, step)`` only, never on the global random state.
+        grads: ``"compact"`` gives slice-sized weight gradients and slice-only optimizer updates (``sliceout.optim``).
 
     Example:
         >>> hidden = Slice(10, rate=0.4, sampling="window")
@@ -56,7 +58,9 @@ class Slice:
         norm: str = "probabilistic",
         fold: str = "consumer",
         seed: int = 0,
+        grads: str = "dense",
     ) -> None:
+        _one_of("grads", grads, GRADS)
         _one_of("sampling", sampling, SAMPLINGS)
         _one_of("norm", norm, NORMS)
         _one_of("fold", fold, FOLDS)
@@ -66,6 +70,7 @@ class Slice:
         self.sampling = sampling
         self.norm = norm
         self.fold = fold
+        self.grads = grads
         self.seed = _whole("seed", seed)
         self.stream = 0
         self.on = True
@@ -175,6 +180,7 @@ class Slice:
     def __repr__(self) -> str:
         extra = "" if self.norm == "probabilistic" else f", norm={self.norm}"
         extra += "" if self.fold == "consumer" else f", fold={self.fold}"
+        extra += "" if self.grads == "dense" else f", grads={self.grads}"
         return f"{type(self).__name__}({self.share}, {self.sampling}{extra}{'' if self.on else ', off'})"
 
 

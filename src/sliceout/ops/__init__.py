@@ -76,7 +76,13 @@ def take(
             raise ValueError(
                 f"dimension {dim} of shape {tuple(full.shape)} does not match {axis}, which covers {axis.size}"
             )
-    if by_views(full) and not any(a is not None and reference.is_table(a.slice.start) for a in (rows, cols)):
+    table = any(a is not None and reference.is_table(a.slice.start) for a in (rows, cols))
+    if full.requires_grad and not table and _wants_compact(full, rows, cols):
+        from ..grads import Take
+
+        settings = {"scale_rows": scale_rows, "scale_cols": scale_cols, "dtype": dtype}
+        return Take.apply(full, rows, cols, settings)
+    if by_views(full) and not table:
         return _take_view(full, rows, cols, scale_rows, scale_cols, dtype)
     args = (
         None if rows is None else rows.slice.start,
@@ -87,6 +93,17 @@ def take(
         cols.slice.scale if cols is not None and scale_cols else None,
     )
     return torch.ops.sliceout.take(full, *args, dtype)
+
+
+def _wants_compact(full: Tensor, rows: Axis | None, cols: Axis | None) -> bool:
+    """Whether the gradient comes back slice-sized; a compiled graph knows dense gradients only."""
+    return (
+        all(a is None or a.slice.grads == "compact" for a in (rows, cols))
+        and full.is_leaf
+        and torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and not views._transformed()
+    )
 
 
 def _take_parts(full: Tensor, rows: Any, cols: Any, **settings: Any) -> Tensor:

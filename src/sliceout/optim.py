@@ -1,0 +1,159 @@
+"""Slice-only updates: a stock optimizer steps over the slice of a parameter and of its state, and over nothing else.
+
+With ``grads="compact"`` a sliced parameter's gradient is a :class:`~sliceout.grads.SlicedGrad`. Before any
+``optimizer.step()`` of torch's ``SGD``, ``Adam`` or ``AdamW``, those gradients are taken out of the optimizer's hands:
+its own formula, with the settings of the parameter group, is applied to the slice. The state is the optimizer's own:
+full size, under its own names, so its ``state_dict`` can be loaded without this library. Everything else in the
+optimizer (dense gradients, other groups) is stepped by torch as ever, and any other optimizer gets dense gradients.
+
+What it means, for each unit: a unit outside the slice keeps its weights *and* its state. No moment decays, no weight
+decay and no momentum is applied while it is dropped ("lazy" updates, as ``torch.optim.SparseAdam`` does them).
+Adam's bias correction counts the steps of the parameter, as its state does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.adam import adam
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.sgd import sgd
+
+from .grads import SlicedGrad
+
+Work = list[tuple[Tensor, SlicedGrad]]
+
+_set_aside: weakref.WeakKeyDictionary[Optimizer, Work] = weakref.WeakKeyDictionary()
+_hooks: list[Any] = []
+
+
+def watch() -> None:
+    """Step over slices only, in all optimizers from now on. Called when the first compact slice is made."""
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if torch.compiler.is_compiling():
+        return None
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        _step_over_slices(optimizer)
+        return None
+
+    def then_step_over_slices() -> Any:  # the gradients are made in the closure
+        loss = closure()
+        with torch.no_grad():
+            _step_over_slices(optimizer)
+        return loss
+
+    if len(args) > 1:
+        return (args[0], then_step_over_slices, *args[2:]), kwargs
+    return args, {**kwargs, "closure": then_step_over_slices}
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for p, grad in _set_aside.pop(optimizer, []):
+        if p.grad is None:
+            p.grad = grad
+
+
+@torch.no_grad()
+def _step_over_slices(optimizer: Optimizer) -> None:
+    stepped: Work = []
+    for group in optimizer.param_groups:
+        work = [(p, p.grad) for p in group["params"] if isinstance(p.grad, SlicedGrad)]
+        update = _update_of(optimizer, group)
+        sliced = [(p, g) for p, g in work if g.full is None and update is not None]
+        for p, g in work:
+            if g.full is not None or update is None:
+                p.grad = g.dense()
+        if sliced and update is not None:
+            update(optimizer, group, sliced)
+        stepped += sliced
+    for p, _ in stepped:
+        p.grad = None  # torch's own step passes over it
+    if stepped:
+        _set_aside[optimizer] = stepped
+
+
+def _update_of(optimizer: Optimizer, group: dict[str, Any]) -> Callable[[Optimizer, dict[str, Any], Work], None] | None:
+    """The slice-only update with these settings; ``None`` where only the dense one means what torch means."""
+    if group.get("differentiable", False):
+        return None
+    if type(optimizer) is SGD:
+        return _sgd if group["dampening"] == 0 else None  # its first step is undampened: whose first step?
+    return _adam if type(optimizer) in (Adam, AdamW) else None
+
+
+def _adam(optimizer: Optimizer, group: dict[str, Any], work: Work) -> None:
+    names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
+    for p, _ in work:
+        state = optimizer.state[p]
+        if not state:  # as torch begins
+            on_device = group["capturable"] or group["fused"]
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device if on_device else "cpu")
+            state.update({name: torch.zeros_like(p, memory_format=torch.preserve_format) for name in names})
+    if _fused(optimizer, group, work, names):
+        return
+    found_inf, scaled = _scaler(optimizer)
+    if found_inf:
+        return
+    beta1, beta2 = group["betas"]
+    parts, steps = [], []
+    for p, g in work:
+        state = optimizer.state[p]
+        for grad, *fulls in g.rectangles(p, *(state[name] for name in names)):
+            parts.append((scaled(grad), *fulls))
+            steps.append(state["step"].to("cpu", copy=True))  # the same count for all parts of a parameter
+    grads, params, averages, squares, *most = map(list, zip(*parts, strict=True))
+    adam(
+        params, grads, averages, squares, most[0] if most else [], steps,
+        foreach=params[0].is_cuda, amsgrad=group["amsgrad"], beta1=beta1, beta2=beta2, lr=float(group["lr"]),
+        weight_decay=group["weight_decay"], eps=group["eps"], maximize=group["maximize"], has_complex=False,
+        decoupled_weight_decay=type(optimizer) is AdamW or group["decoupled_weight_decay"],
+    )  # fmt: skip
+    torch._foreach_add_([optimizer.state[p]["step"] for p, _ in work], 1)
+
+
+def _sgd(optimizer: Optimizer, group: dict[str, Any], work: Work) -> None:
+    names = ["momentum_buffer"] if group["momentum"] else []
+    for p, _ in work:
+        for name in names:
+            if optimizer.state[p].get(name) is None:
+                optimizer.state[p][name] = torch.zeros_like(p, memory_format=torch.preserve_format)
+    if _fused(optimizer, group, work, names):
+        return
+    found_inf, scaled = _scaler(optimizer)
+    if found_inf:
+        return
+    parts = [
+        (scaled(grad), *fulls)
+        for p, g in work
+        for grad, *fulls in g.rectangles(p, *(optimizer.state[p][name] for name in names))
+    ]
+    grads, params, *buffers = map(list, zip(*parts, strict=True))
+    sgd(
+        params, grads, buffers[0] if buffers else [None] * len(params),
+        foreach=params[0].is_cuda, weight_decay=group["weight_decay"], momentum=group["momentum"],
+        lr=float(group["lr"]), dampening=0.0, nesterov=group["nesterov"], maximize=group["maximize"],
+    )  # fmt: skip
+
+
+def _scaler(optimizer: Optimizer) -> tuple[bool, Callable[[Tensor], Tensor]]:
+    """What ``GradScaler`` leaves to fused optimizers: whether to skip the step, and how to unscale."""
+    found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
+    if found_inf is not None and bool(found_inf):
+        return True, lambda grad: grad
+    return False, (lambda grad: grad) if scale is None else lambda grad: grad / scale.to(grad.device)
+
+
+def _fused(optimizer: Optimizer, group: dict[str, Any], work: Work, names: list[str]) -> bool:
+    """Update all slices in one launch, reading starts from device memory; false where there is no kernel for that."""
+    return False
