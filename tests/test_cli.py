@@ -85,6 +85,7 @@ def test_cuda_without_a_gpu(capsys) -> None:
 
 
 def test_full_without_the_data_says_which_files_go_where(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)  # away from a checkout's own ./data
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     monkeypatch.setattr(fashion, "DEBIAN", tmp_path / "debian")
     assert cli.main(["demo", "--full", "--out", str(tmp_path / "out")]) == 1

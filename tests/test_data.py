@@ -132,6 +132,7 @@ def test_the_whole_data_set_is_found_where_it_is_said_to_be(folder, tmp_path_fac
 def test_the_whole_data_set_is_looked_for_in_the_cache_then_in_debians_folder(folder, tmp_path_factory, monkeypatch):
     home = tmp_path_factory.mktemp("home")
     monkeypatch.setattr(Path, "home", lambda: home)
+    monkeypatch.chdir(home)
     monkeypatch.setattr(fashion, "DEBIAN", folder)
     assert len(fashion_mnist(full=True).test) == 4
     cache = home / ".cache/sliceout/fashion-mnist"

@@ -1,6 +1,24 @@
-"""Data sets that the lab trains on, read from their official files."""
+"""Data sets that the lab trains on: read from their official files, fed in batches that are made on the device."""
 
-from .fashion import Images, fashion_mnist, read_folder
-from .idx import DataError, read_idx, write_idx
+from .catalogue import DATASETS, NAMES, load
+from .fashion import fashion_mnist, read_folder
+from .feeds import Feed, feed
+from .files import DataError
+from .idx import read_idx, write_idx
+from .sets import ImageFolder, Images, Tokens
 
-__all__ = ["DataError", "Images", "fashion_mnist", "read_folder", "read_idx", "write_idx"]
+__all__ = [
+    "DATASETS",
+    "NAMES",
+    "DataError",
+    "Feed",
+    "ImageFolder",
+    "Images",
+    "Tokens",
+    "fashion_mnist",
+    "feed",
+    "load",
+    "read_folder",
+    "read_idx",
+    "write_idx",
+]

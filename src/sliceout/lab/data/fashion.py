@@ -6,28 +6,16 @@ FashionMNIST is (c) 2017 Zalando SE, under the MIT licence (see NOTICE). ``tools
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
-
-from .idx import DataError, read_idx
+from . import places
+from .files import DataError, present
+from .idx import read_idx
+from .sets import Images
 
 SUBSET = Path(__file__).parent / "fashion-mnist-8k"
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
-
-
-@dataclass(frozen=True)
-class Images:
-    """A labelled image data set in memory: images are uint8 ``[n, height, width]``, labels uint8 ``[n]``."""
-
-    name: str
-    train: Tensor
-    train_labels: Tensor
-    test: Tensor
-    test_labels: Tensor
-    classes: int = 10
 
 
 def fashion_mnist(*, full: bool = False, folder: Path | None = None) -> Images:
@@ -36,7 +24,8 @@ def fashion_mnist(*, full: bool = False, folder: Path | None = None) -> Images:
     Args:
         full: the whole data set: 60,000 training and 10,000 test images.
         folder: where the whole data set is (the files themselves, or a folder ``fashion-mnist`` with them); ``None``
-            looks in ``~/.cache/sliceout`` and where Debian's package ``dataset-fashion-mnist`` puts it.
+            looks in ``$SLICEOUT_DATA``, ``./data``, ``~/.cache/sliceout`` and where Debian's package
+            ``dataset-fashion-mnist`` puts it.
 
     Raises:
         DataError: if the files are not there or are damaged.
@@ -47,15 +36,14 @@ def fashion_mnist(*, full: bool = False, folder: Path | None = None) -> Images:
     """
     if not full:
         return read_folder(SUBSET, "8,000 images of FashionMNIST")
-    places = [folder] if folder is not None else [Path.home() / ".cache" / "sliceout", DEBIAN]
-    for place in places:
-        for candidate in (place, place / "fashion-mnist"):
-            if all(_path(candidate, name) for name in FILES):
-                return read_folder(candidate, "FashionMNIST")
+    roots = [*places.roots(folder), *([DEBIAN] if folder is None else [])]
+    found = places.find(roots, ("fashion-mnist", "."), FILES)
+    if found is not None:
+        return read_folder(found, "FashionMNIST")
     listing = "\n".join(f"  {name}.gz" for name in FILES)
     raise DataError(
-        f"the whole FashionMNIST is not in {' or '.join(map(str, places))}. Put these four files\n{listing}\n"
-        f"into {places[0] / 'fashion-mnist'}, or name the folder that holds them with --data DIR."
+        f"the whole FashionMNIST is not in {' or '.join(map(str, roots))}. Put these four files\n{listing}\n"
+        f"into {places.home(folder) / 'fashion-mnist'}, or name the folder that holds them with --data DIR."
     )
 
 
@@ -63,7 +51,7 @@ def read_folder(folder: Path, name: str) -> Images:
     """Read the four files in ``folder`` and check that they fit each other."""
     paths = {}
     for file in FILES:
-        path = _path(folder, file)
+        path = present(folder, file)
         if path is None:
             raise DataError(f"{folder}: holds no {file}.gz")
         paths[file] = path
@@ -76,8 +64,3 @@ def read_folder(folder: Path, name: str) -> Images:
     if train.shape[1:] != test.shape[1:]:
         raise DataError(f"{folder}: training images are {[*train.shape[1:]]}, test images {[*test.shape[1:]]}")
     return Images(name, train, train_labels, test, test_labels)
-
-
-def _path(folder: Path, name: str) -> Path | None:
-    """The file under its usual name, or unpacked."""
-    return next((p for p in (folder / f"{name}.gz", folder / name) if p.is_file()), None)

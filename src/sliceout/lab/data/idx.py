@@ -9,19 +9,14 @@ from __future__ import annotations
 import gzip
 import math
 import struct
-import zlib
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from .. import LabError
+from .files import DataError, read
 
 UNSIGNED_BYTE = 0x08
-
-
-class DataError(LabError):
-    """A data file is missing or is not what it should be; the message names the file."""
 
 
 def read_idx(path: Path, dims: int) -> Tensor:
@@ -37,7 +32,7 @@ def read_idx(path: Path, dims: int) -> Tensor:
     Raises:
         DataError: if the file cannot be read, has another magic number, or is longer or shorter than its header says.
     """
-    raw = _bytes(path)
+    raw = read(path)
     magic = bytes((0, 0, UNSIGNED_BYTE, dims))
     if raw[:4] != magic:
         raise DataError(
@@ -61,16 +56,3 @@ def write_idx(path: Path, data: Tensor) -> None:
         raise TypeError(f"dtype={data.dtype}: expected torch.uint8")
     header = bytes((0, 0, UNSIGNED_BYTE, data.dim())) + struct.pack(f">{data.dim()}I", *data.shape)
     path.write_bytes(gzip.compress(header + data.contiguous().numpy().tobytes(), compresslevel=9, mtime=0))
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-    if raw[:2] != b"\x1f\x8b":
-        return raw
-    try:
-        return gzip.decompress(raw)
-    except (EOFError, OSError, zlib.error) as error:
-        raise DataError(f"{path}: damaged gzip file ({error})") from error

@@ -1,0 +1,61 @@
+"""Reading files so that whatever is wrong with one is said with its name."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import lzma
+import zlib
+from pathlib import Path
+
+from .. import LabError
+
+PACKED = ("", ".gz", ".xz")
+GZIP, XZ = b"\x1f\x8b", b"\xfd7zXZ\x00"
+
+
+class DataError(LabError):
+    """A data file is missing or is not what it should be; the message names the file."""
+
+
+def present(folder: Path, name: str) -> Path | None:
+    """The file under this name, or packed with gzip or xz."""
+    return next((p for end in PACKED if (p := folder / f"{name}{end}").is_file()), None)
+
+
+def read(path: Path) -> bytes:
+    """The content of a file, unpacked if it is a gzip or xz file (known by its first bytes, not by its name).
+
+    Raises:
+        DataError: if the file cannot be read or is damaged.
+    """
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    try:
+        if raw.startswith(GZIP):
+            return gzip.decompress(raw)
+        if raw.startswith(XZ):
+            return lzma.decompress(raw)
+    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        raise DataError(f"{path}: damaged {'gzip' if raw.startswith(GZIP) else 'xz'} file ({error})") from error
+    return raw
+
+
+def read_text(path: Path) -> str:
+    """Like ``read``, as UTF-8 text with ``\\n`` at the ends of lines."""
+    try:
+        text = read(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: is not UTF-8 text (byte {error.start}: {error.reason})") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
+
+
+def digest(path: Path, algorithm: str) -> str:
+    """The hash of a file as it lies on disk, read piece by piece: archives may be larger than memory."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, algorithm).hexdigest()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
