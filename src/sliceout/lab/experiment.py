@@ -310,6 +310,11 @@ def job(
     return Job(experiment.name, experiment.table, seed, config, changes)
 
 
+def replaced(experiment: Experiment, **changes: Any) -> Experiment:
+    """The same experiment with other entries, for those who measure something else with it."""
+    return dataclasses.replace(experiment, **changes)
+
+
 def scheme_of(experiment: Experiment, given: Mapping[str, Any]) -> dict[str, Any]:
     """The whole scheme: what is given, else the experiment's; what a scheme does not have is ``None``."""
     from ..baselines import SCHEMES

@@ -130,25 +130,13 @@ def _fit(t: Training, store: Checkpoints, settings: Settings, stop: Stop, show: 
         _reset_peak(t.device)
         used = joules() if joules else None
         clock = Clock(t.device, t.steps)
-        for x, y in t.batches(record.step, end - record.step):
-            if _tail_begins(t, record):
-                clock.pause()
-                del step
-                step = _make_step(t, record)
-                clock.go()
-            t.set_rate(record.step / t.total)
-            losses += step(x, y)
-            record.step += 1
-            clock.tick()
-            show.step(record.step, record.step - end + t.steps, losses)
-            if (signum := t.ranks.highest(stop.signum, record.step)) and record.step < t.total:
-                clock.pause()
-                record.losses, record.seconds = float(losses), record.seconds + clock.seconds
-                record.times += clock.milliseconds
-                _save(t, record, store)
-                raise Stopped(
-                    f"stopped at step {record.step:,} of {t.total:,}; the same command goes on from there", signum
-                )
+        try:
+            step = steps(t, step, record, end, losses, clock, show, stop)
+        except Stopped:
+            record.losses, record.seconds = float(losses), record.seconds + clock.seconds
+            record.times += clock.milliseconds
+            _save(t, record, store)
+            raise
         clock.pause()
         if joules and used is not None:
             record.joules = (record.joules or 0.0) + joules() - used
@@ -156,7 +144,7 @@ def _fit(t: Training, store: Checkpoints, settings: Settings, stop: Stop, show: 
         loss = float(t.ranks.mean(losses)) / t.steps
         if not math.isfinite(loss):
             raise LabError(
-                f"{show.title}: the loss is {loss} in epoch {number + 1}: training diverged, and no result was written. "
+                f"{show.title}: the loss is {loss} in epoch {number + 1}: training diverged, no result was written. "
                 "A lower learning rate or rate of dropping may help"
             )
         record.times += clock.milliseconds
@@ -176,6 +164,28 @@ def _fit(t: Training, store: Checkpoints, settings: Settings, stop: Stop, show: 
     if writer is not None:
         writer.close()
     return record
+
+
+def steps(
+    t: Training, step: Step, record: Record, end: int, losses: Tensor, clock: Clock, show: Show, stop: Stop
+) -> Step:
+    """Train up to step ``end``, adding up ``losses``; returns the step, which the beginning of the tail makes anew."""
+    for x, y in t.batches(record.step, end - record.step):
+        if _tail_begins(t, record):
+            clock.pause()
+            step = _make_step(t, record)
+            clock.go()
+        t.set_rate(record.step / t.total)
+        losses += step(x, y)
+        record.step += 1
+        clock.tick()
+        show.step(record.step, record.step - end + t.steps, losses)
+        if (signum := t.ranks.highest(stop.signum, record.step)) and record.step < t.total:
+            clock.pause()
+            raise Stopped(
+                f"stopped at step {record.step:,} of {t.total:,}; the same command goes on from there", signum
+            )
+    return step
 
 
 def _make_step(t: Training, record: Record) -> Step:
