@@ -1,7 +1,7 @@
 """Models by name for the command line: ``timm:NAME``, ``torchvision:NAME``, ``hf:TYPE`` or ``package.module:factory``.
 
-They are built without weights on the meta device, so a model of any size is inspected in a second or two. Only the
-shapes count.
+To be inspected they are built without weights on the meta device, so a model of any size takes a second or two: only
+the shapes count.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from . import LabError
 _kept: list[Any] = []
 
 
-def find_model(spec: str) -> nn.Module:
+def find_model(spec: str, device: str = "meta") -> nn.Module:
     """The model that ``spec`` names, with random or no weights."""
     kind, colon, name = spec.partition(":")
     if not colon or not name:
@@ -30,7 +30,7 @@ def find_model(spec: str) -> nn.Module:
         )
     build: dict[str, Callable[[str], nn.Module]] = {"timm": _timm, "torchvision": _torchvision, "hf": _transformers}
     try:
-        with torch.device("meta"):
+        with torch.device(device):
             return build[kind](name) if kind in build else _factory(kind, name)
     except LabError:
         raise

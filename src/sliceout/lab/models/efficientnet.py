@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .. import LabError
+from ..find_model import make_torchvision_importable
 
 
 def efficientnet(size: str = "b0", classes: int = 1000, pretrained: bool = False, **settings: Any) -> nn.Module:
@@ -49,6 +50,8 @@ def efficientnet_lite(classes: int = 1000, pretrained: bool = True, **settings: 
 
 def _imported(module: str, package: str) -> Any:
     try:
+        if module == "timm":
+            make_torchvision_importable()
         return importlib.import_module(module)
     except ImportError as error:
         raise LabError(f"this network comes from {module}, which is not installed: pip install '{package}'") from error

@@ -1,0 +1,170 @@
+"""Where results are kept: one JSON file per run with its machine and versions, a CSV beside it, and ratios from it.
+
+A file grows case by case, so a run that was stopped goes on where it was. Ratios are taken inside one file only.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import LabError, machine
+from .cases import Case, case_of, paper_of
+
+COLUMNS = (
+    "model", "batch", "mode", "precision", "scheme", "rate", "sampling", "grads", "align", "stages", "size", "ms",
+    "ms_p10", "ms_p90", "ms_mean", "repeats", "max_allocated", "max_reserved", "max_reserved_process", "flops",
+    "parameters", "energy_joules_per_step", "error",
+)  # fmt: skip
+
+
+class ResultFile:
+    """The rows of one run, on disk after every case."""
+
+    def __init__(self, path: Path, header: dict[str, Any] | None = None) -> None:
+        self.path = path
+        self.data: dict[str, Any] = {"kind": "bench", "schema": 1, **(header or {}), "cases": [], "match_memory": []}
+        if path.is_file():
+            self.data = read(path)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return self.data["cases"]
+
+    def has(self, case: Case) -> bool:
+        return any(case_of(row) == case for row in self.rows)
+
+    def forget_failed(self) -> None:
+        self.data["cases"] = [row for row in self.rows if row["error"] is None]
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        self.save()
+
+    def save(self) -> None:
+        """Atomically: a kill leaves the old file or the new one."""
+        for path, text in (
+            (self.path, json.dumps(self.data, indent=1) + "\n"), (self.path.with_suffix(".csv"), as_csv(self.rows)),
+        ):  # fmt: skip
+            try:
+                temporary = path.with_name(path.name + ".part")
+                temporary.write_text(text)
+                os.replace(temporary, path)
+            except OSError as error:
+                raise LabError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def read(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise LabError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise LabError(f"{path} is not a result file of bench (not JSON: {error}); move it away") from error
+    if not isinstance(data, dict) or data.get("kind") != "bench" or data.get("schema") != 1:
+        raise LabError(f"{path} is not a result file of bench (schema 1); move it away or choose another --out")
+    return data
+
+
+def path_for(out: Path, cases: Iterable[Case], device: torch.device, name: str | None) -> Path:
+    """``h200-bf16-torch2.11-name.json``: GPU, precision and version tell results apart."""
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    gpu = re.sub(r"[^a-z0-9]+", "-", kind.lower().removeprefix("nvidia ")).strip("-")
+    precision = "-".join(sorted({c.precision for c in cases}))
+    version = ".".join(torch.__version__.split("+")[0].split(".")[:2])
+    return out / ("-".join(filter(None, (gpu, precision, f"torch{version}", name))) + ".json")
+
+
+def header(device: torch.device, command: str, revision: str | None) -> dict[str, Any]:
+    return {"machine": _machine(device), "revision": revision or git_revision(), "command": command}
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    about = machine.describe(device)
+    about["triton"] = _version_of("triton")
+    if device.type == "cuda":
+        about["gpu_memory"] = torch.cuda.get_device_properties(device).total_memory
+        about["cuda"] = torch.version.cuda
+        about["cudnn"] = torch.backends.cudnn.version()
+    return about
+
+
+def _version_of(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def git_revision() -> str | None:
+    """Of the tree this package lies in, with a plus sign if it has changes; ``None`` outside of one."""
+    here = Path(__file__).parent
+    try:
+        run = [
+            subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+            for words in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "-uno", "--", "."])
+        ]
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return run[0] + ("+" if run[1] else "")
+
+
+def as_csv(rows: list[dict[str, Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+# -- comparing ---------------------------------------------------------------------------------------------------------
+
+
+def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with what they are compared to: ``of_standard``, ``of_floor``, ``memory_of_standard``, ``paper``...
+
+    A network that has no standard dropout row is compared to the row without dropout, and ``reference`` says which.
+    """
+    out = []
+    for row in rows:
+        case = case_of(row)
+        same = [r for r in rows if case_of(r).setting == case.setting and r["error"] is None]
+        standard = _one(same, "standard", case.rate) or _one(same, "none", None)
+        floor = _one(same, "floor", case.rate) if case.scheme != "none" else None
+        said = paper_of(case)
+        out.append(
+            {
+                **row,
+                "reference": standard and standard["scheme"],
+                "of_standard": _ratio(row, standard, "ms"),
+                "of_floor": _ratio(row, floor, "ms"),
+                "memory_of_standard": _ratio(row, standard, "max_reserved") or _ratio(row, standard, "max_allocated"),
+                "memory_of_floor": _ratio(row, floor, "max_reserved") or _ratio(row, floor, "max_allocated"),
+                "flops_of_standard": _ratio(row, standard, "flops"),
+                "paper_time": said and said["time"] / 100,
+                "paper_memory": said and said.get("memory") and said["memory"] / 100,
+            }
+        )
+    return out
+
+
+def _one(rows: list[dict[str, Any]], scheme: str, rate: float | None) -> dict[str, Any] | None:
+    found = [r for r in rows if r["scheme"] == scheme]
+    return next((r for r in found if rate is None or r["rate"] == rate), None)
+
+
+def _ratio(row: dict[str, Any], to: dict[str, Any] | None, key: str) -> float | None:
+    if to is None or not row.get(key) or not to.get(key):
+        return None
+    return row[key] / to[key]

@@ -1,0 +1,7 @@
+"""docs/performance.md from the committed results."""
+
+from pathlib import Path
+
+
+def write() -> Path:
+    raise NotImplementedError

@@ -1,0 +1,189 @@
+"""Results for people: a table on the terminal, the same in Markdown, and plots of the scaling suite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from .cases import case_of
+from .files import compared
+
+HEADINGS = (
+    "model", "mode", "scheme", "ms", "p10 to p90", "% of standard", "% of floor", "paper", "reserved", "% of standard",
+    "paper", "GFLOPs",
+)  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]], title: str) -> Table:
+    out = Table(title=title, title_justify="left", caption_justify="left")
+    for i, heading in enumerate(HEADINGS):
+        out.add_column(heading, justify="left" if i < 3 else "right", no_wrap=i in (0, 2))
+    before: Any = None
+    for row in compared(_sorted(rows)):
+        setting = case_of(row).setting
+        if before not in (None, setting):
+            out.add_section()
+        before = setting
+        if row["error"]:
+            out.add_row(*cells(row)[:3], "-", row["error"][:40], *[""] * (len(HEADINGS) - 5), style="red")
+        else:
+            out.add_row(*cells(row), style="bold" if row["scheme"] == "sliceout" else "")
+    if any(r["reference"] == "none" and r["scheme"] != "none" for r in compared(rows)):
+        out.caption = "* of no dropout: there was no row of standard dropout to compare with"
+    return out
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """The same table in Markdown."""
+    lines = ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * 3 + "---:|" * (len(HEADINGS) - 3)]
+    for row in compared(_sorted(rows)):
+        cell = cells(row)
+        if row["error"]:
+            cell = [*cell[:3], "failed", row["error"].replace("|", "/")[:80], *[""] * (len(HEADINGS) - 5)]
+        lines.append("| " + " | ".join(cell) + " |")
+    return "\n".join(lines)
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    case = case_of(row)
+    stages = f", {case.stages} stages" if case.stages else ""
+    where = [f"{case.model} b{case.batch}{stages}", f"{case.mode} {case.precision}", case.label]
+    if row["error"]:
+        return where
+    star = "*" if row["reference"] == "none" and case.scheme != "none" else ""
+    memory = row["max_reserved"] or row["max_allocated"]
+    return [
+        *where,
+        _milliseconds(row["ms"]),
+        f"{_milliseconds(row['ms_p10'])} to {_milliseconds(row['ms_p90'])}",
+        _percent(row["of_standard"]) + star,
+        _percent(row["of_floor"], 1),
+        _percent(row["paper_time"]),
+        "" if memory is None else f"{memory / 2**20:,.0f} MiB" + ("" if row["max_reserved"] else " (allocated)"),
+        _percent(row["memory_of_standard"]) + star,
+        _percent(row["paper_memory"]),
+        "" if row["flops"] is None else f"{row['flops'] / 1e9:,.1f}",
+    ]
+
+
+def match_table(entries: list[dict[str, Any]]) -> Table:
+    out = Table(title="A larger batch at equal memory (the paper's approach 2)", title_justify="left")
+    for i, heading in enumerate(MATCH_HEADINGS):
+        out.add_column(heading, justify="left" if i < 2 else "right")
+    for entry in entries:
+        out.add_row(*match_cells(entry))
+    return out
+
+
+MATCH_HEADINGS = (
+    "model", "mode", "standard: batch", "reserved", "samples/s", "SliceOut: batch", "reserved", "samples/s",
+    "samples/s more",
+)  # fmt: skip
+
+
+def match_cells(entry: dict[str, Any]) -> list[str]:
+    a, b = entry["standard"], entry["sliceout"]
+    where = [entry["model"], f"{entry['mode']} {entry['precision']} p={entry['rate']:g}"]
+    first = [str(a["batch"]), f"{a['max_reserved'] / 2**20:,.0f} MiB", f"{a['samples_per_second']:,.0f}"]
+    if entry["error"]:
+        return [*where, *first, entry["error"], "", "", ""]
+    second = [str(b["batch"]), f"{b['max_reserved'] / 2**20:,.0f} MiB", f"{b['samples_per_second']:,.0f}"]
+    return [*where, *first, *second, f"{100 * (b['samples_per_second'] / a['samples_per_second'] - 1):+.0f} %"]
+
+
+def _sorted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows that are compared stand together, in the order in which the first of them was measured."""
+    order: dict[Any, int] = {}
+    for row in rows:
+        order.setdefault(case_of(row).setting, len(order))
+    rank = {"none": 0, "standard": 1, "controlled": 2, "floor": 3, "sliceout": 4}
+    return sorted(rows, key=lambda r: (order[case_of(r).setting], r["rate"] if r["rate"] else 0, rank[r["scheme"]]))
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def _percent(value: float | None, digits: int = 0) -> str:
+    return "" if value is None else f"{100 * value:.{digits}f} %"
+
+
+# -- scaling -----------------------------------------------------------------------------------------------------------
+
+
+def series(rows: Iterable[dict[str, Any]], along: str) -> dict[str, list[tuple[float, dict[str, Any]]]]:
+    """Curves of the scaling suite: rows by network and scheme, along ``"rate"`` or ``"width"``."""
+    found: dict[str, list[tuple[float, dict[str, Any]]]] = {}
+    good = [r for r in rows if r["error"] is None]
+    for row in good:
+        family, _, width = row["model"].rpartition("x" if row["model"].startswith("mlp-") else "-")
+        if along == "rate":
+            if row["scheme"] == "sliceout":
+                found.setdefault(f"{row['model']}, {row['grads']} gradients", []).append((row["rate"], row))
+        elif width.isdigit() and row["rate"] in (0.0, 0.5):
+            found.setdefault(f"{family} {row['scheme']}", []).append((float(width), row))
+    return {k: sorted(v, key=lambda pair: pair[0]) for k, v in found.items() if len(v) > 2}
+
+
+def monotone(values: Sequence[float], rising: bool, tolerance: float) -> bool:
+    """Whether each value is on the right side of the one before, up to ``tolerance`` (a fraction of it)."""
+    sign = 1 if rising else -1
+    return all(sign * (b - a) >= -tolerance * a for a, b in pairwise(values))
+
+
+def scaling_notes(rows: list[dict[str, Any]]) -> list[str]:
+    """For each curve, whether time and memory fall with the rate and rise with the width, as measured."""
+    notes = []
+    for along in ("rate", "width"):
+        for name, points in series(rows, along).items():
+            for key, what in (("ms", "step time"), ("max_reserved", "memory")):
+                values = [row[key] for _, row in points]
+                if None in values:
+                    continue
+                if monotone(values, along == "width", 0.0):
+                    how = "is monotone"
+                elif monotone(values, along == "width", 0.02):
+                    how = "is monotone up to 2 %"
+                else:
+                    how = "is NOT monotone"
+                ends = f"{_point(points[0], key)} to {_point(points[-1], key)}"
+                notes.append(f"{name}: {what} against {along} {how}, from {ends}.")
+    return notes
+
+
+def _point(point: tuple[float, dict[str, Any]], key: str) -> str:
+    value = point[1][key]
+    return (f"{_milliseconds(value)} ms" if key == "ms" else f"{value / 2**20:,.0f} MiB") + f" at {point[0]:g}"
+
+
+def plot(rows: list[dict[str, Any]], title: str, path: Path) -> list[Path]:
+    """Step time and memory against rate and width, each curve in percent of its first or widest point; PNG and SVG."""
+    from matplotlib import pyplot as plt
+
+    with plt.rc_context({"axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "sliceout"}):
+        figure, axes = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")
+        for row, along in enumerate(("rate", "width")):
+            for column, (key, what) in enumerate((("ms", "step time, ms"), ("max_reserved", "max reserved, MiB"))):
+                ax = axes[row][column]
+                for name, points in series(rows, along).items():
+                    values = [r[key] or r["max_allocated"] for _, r in points]
+                    scale = 1.0 if key == "ms" else 2.0**20
+                    ax.plot([x for x, _ in points], [v / scale for v in values], marker="o", markersize=4, label=name)
+                ax.set_xlabel("rate" if along == "rate" else "width (units of an MLP layer; widening of a WRN)")
+                ax.set_ylabel(what)
+                ax.set_yscale("log")
+                if along == "width":
+                    ax.set_xscale("log", base=2)
+                ax.grid(alpha=0.25, which="both")
+                if ax.lines:
+                    ax.legend(frameon=False, fontsize=8)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+        written = [path.with_suffix(".png"), path.with_suffix(".svg")]
+        for target in written:
+            figure.savefig(target, dpi=130, metadata={"Date": None} if target.suffix == ".svg" else None)
+        plt.close(figure)
+    return written

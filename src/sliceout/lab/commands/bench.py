@@ -1,0 +1,165 @@
+"""``sliceout bench``: time and memory of a training step, under every scheme, against the floor and the paper."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from .. import LabError
+from .shared import find_device, make_folder
+
+T = TypeVar("T")
+
+
+def command(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="wrn-28-10, mlp, mlp-3x512, lm-1024, efficientnet-b0, ..., timm:NAME, package.module:factory."
+        ),
+    ] = None,
+    suite: Annotated[
+        str | None, typer.Option(help="A named set of cases instead: h200-must, scaling, cpu, tiny.")
+    ] = None,
+    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas; the paper's by default.")] = "",
+    rates: Annotated[str, typer.Option(help="Fractions of the units that are dropped.")] = "0.5",
+    schemes: Annotated[
+        str, typer.Option(help="Of none, standard, controlled, floor, sliceout.")
+    ] = "none,standard,floor,sliceout",
+    modes: Annotated[
+        str, typer.Option(help="Of eager, compiled, compiled-default, captured, captured-compiled.")
+    ] = "eager",
+    precision: Annotated[str, typer.Option(help="bf16, tf32 or fp32; by default bf16 on a GPU, fp32 else.")] = "",
+    sampling: Annotated[str, typer.Option(help="Of circular, window.")] = "circular",
+    grads: Annotated[str, typer.Option(help="Of dense, compact.")] = "dense",
+    align: Annotated[int | None, typer.Option(help="Starts and widths are multiples of it.")] = None,
+    stages: Annotated[int | None, typer.Option(help="Only so many stages of inverted bottlenecks.")] = None,
+    size: Annotated[int | None, typer.Option(help="Side of the images, or tokens in a sequence.")] = None,
+    match_memory: Annotated[
+        bool, typer.Option("--match-memory", help="Also find SliceOut's largest batch in standard dropout's memory.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    seconds: Annotated[float, typer.Option(help="Seconds of timed steps in each case.")] = 1.2,
+    prepare: Annotated[int, typer.Option(help="Workers that start up side by side; one at a time is timed.")] = 0,
+    prefill: Annotated[int, typer.Option(help="First compile all cases, so many at a time, into the disk cache.")] = 0,
+    limit: Annotated[float, typer.Option(help="Seconds after which nothing more is started.")] = 24 * 3600,
+    out: Annotated[Path, typer.Option(help="Folder of the result files; cases that are there are skipped.")] = Path(
+        "results/bench"
+    ),
+    name: Annotated[str | None, typer.Option(help="End of the file's name; the suite's name by default.")] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Measure cases again that failed.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Git revision to record where there is no repository.")] = None,
+    table: Annotated[Path | None, typer.Option(help="Only print the table of this result file.")] = None,
+    docs: Annotated[
+        bool, typer.Option("--docs", help="Only write docs/performance.md from the committed results.")
+    ] = False,
+) -> None:
+    """Measure training steps without dropout, with dropout, at the narrow floor and with SliceOut, a process each."""
+    from rich.console import Console
+
+    from ..bench import cases as known
+    from ..bench import files, show
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 170)
+    if docs:
+        from ..bench import page
+
+        console.print(f"wrote {page.write()}")
+        return
+    if table is not None:
+        _print(console, show, files.read(table), table)
+        return
+    kind = find_device(device)
+    if suite is not None:
+        if models:
+            raise LabError("--suite names its own models: give either models or a suite")
+        chosen = known.suite(suite)
+    else:
+        if not models:
+            raise LabError("name a model (sliceout bench wrn-28-10) or a suite (--suite tiny)")
+        chosen = known.expand(
+            models,
+            _list("--batch", batch, int),
+            _list("--schemes", schemes, str),
+            _list("--rates", rates, float),
+            _list("--modes", modes, str),
+            grads=_list("--grads", grads, str),
+            sampling=_list("--sampling", sampling, str),
+            precision=precision or ("bf16" if kind == "cuda" else "fp32"),
+            align=align,
+            stages=stages,
+            size=size,
+        )
+    if match_memory and kind != "cuda":
+        raise LabError("--match-memory compares what torch's CUDA allocator reserves: it needs a GPU")
+    make_folder(out)
+    _measure(console, chosen, kind, match_memory, seconds, prepare, prefill, limit, out, name or suite, retry, revision)
+
+
+def _measure(
+    console: Any, chosen: list[Any], kind: str, match_memory: bool, seconds: float, prepare: int, prefill: int,
+    limit: float, out: Path, name: str | None, retry: bool, revision: str | None,
+) -> None:  # fmt: skip
+    import torch
+
+    from ..bench import files, match, run, show
+
+    deadline = time.monotonic() + limit
+    device = torch.device(kind)
+    path = files.path_for(out, chosen, device, name)
+    said = shlex.join(["sliceout", *sys.argv[1:]])
+    result = files.ResultFile(path, files.header(device, said, revision))
+    if retry:
+        result.forget_failed()
+    missing = [c for c in chosen if not result.has(c)]
+    task = {"device": kind, "seconds": seconds, "threads": 2 if kind == "cuda" else torch.get_num_threads()}
+    cache = Path(tempfile.gettempdir()) / f"sliceout-bench-{os.getuid()}"
+    cache.mkdir(exist_ok=True)
+    say = lambda text: console.print(f"[{limit - deadline + time.monotonic():5.0f} s] {text}", soft_wrap=True)  # noqa: E731
+    say(f"{len(missing)} of {len(chosen)} cases to measure, into {path}")
+    if prefill and any(c.compiled for c in missing):
+        for failure in run.prefill(missing, task, cache=cache, workers=prefill, deadline=deadline):
+            say(f"compiling ahead failed: {failure}")
+        say("compiled ahead")
+    workers = prepare or (8 if kind == "cuda" else 1)
+    for _, row in run.run_cases(missing, task, cache=cache, prepare=workers, deadline=deadline, say=say):
+        result.add(row)
+    if match_memory:
+        done = [(e["model"], e["mode"], e["rate"], e["grads"]) for e in result.data["match_memory"]]
+        wanted = [c for c in chosen if (c.model, c.mode, c.rate, c.grads) not in done]
+        for entry in match.match(result.rows, wanted, task, cache=cache, deadline=deadline, say=say):
+            result.data["match_memory"].append(entry)
+            result.save()
+    _print(console, show, result.data, path)
+    left = sum(not result.has(c) for c in chosen)
+    if left:
+        say(f"{left} cases were not measured within --limit {limit:g}: the same command goes on with them")
+
+
+def _print(console: Any, show: Any, data: dict[str, Any], path: Path) -> None:
+    about = data["machine"]
+    title = f"{about['device']}, torch {about['torch']}, revision {data['revision']}: one training step"
+    console.print(show.table(data["cases"], title))
+    if data["match_memory"]:
+        console.print(show.match_table(data["match_memory"]))
+    if notes := show.scaling_notes(data["cases"]):
+        for note in notes:
+            console.print(note, soft_wrap=True)
+        for picture in show.plot(data["cases"], title, path.with_suffix(".png")):
+            console.print(f"Plot: {picture}", soft_wrap=True)
+    console.print(f"Numbers: {path}", soft_wrap=True)
+
+
+def _list(option: str, text: str, of: Callable[[str], T]) -> list[T]:
+    try:
+        return [of(part.strip()) for part in text.split(",") if part.strip()]
+    except ValueError as error:
+        raise LabError(f"{option} {text}: expected {of.__name__} values, separated by commas") from error

@@ -1,0 +1,236 @@
+"""Bench compares what can be compared, keeps what it measured, and turns failures into rows."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sliceout
+from sliceout.lab import LabError, cli, models
+from sliceout.lab.bench import cases, files, run, show, worker
+from sliceout.lab.bench.cases import Case
+from sliceout.lab.bench.floor import narrow_, widths
+from sliceout.lab.bench.work import build, step_of
+
+CPU = torch.device("cpu")
+TASK = {"device": "cpu", "seconds": 0.01, "threads": 1}
+
+
+def row(case: Case, ms: float, **more: Any) -> dict[str, Any]:
+    measured = {"ms": ms, "ms_p10": ms, "ms_p90": ms, "max_allocated": 1 << 20, "max_reserved": None, "flops": 10}
+    return {**case.as_dict(), **measured, "error": None, **more}
+
+
+BASE = Case("mlp-3x64", 4, "standard", precision="fp32")
+
+
+# -- the floor ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "x"),
+    [
+        ("wrn-16-2", {}, torch.zeros(2, 3, 32, 32)),
+        ("lm-256", {"layers": 2, "vocabulary": 100}, torch.zeros(2, 8, dtype=torch.long)),
+    ],
+)
+@pytest.mark.parametrize("rate", [0.3, 0.5])
+def test_the_floor_is_the_network_that_keep_builds(name: str, settings: dict[str, Any], x: Any, rate: float) -> None:
+    net = models.build(name, **settings)
+    sliceout.convert_(net, rate, example_inputs=x)
+    assert widths(narrow_(net)) == widths(models.build(name, keep=1 - rate, **settings))
+    assert not any(isinstance(m, sliceout.nn.Sliced) for m in net.modules())
+
+
+@pytest.mark.parametrize("name", ["timm:test_efficientnet", "timm:test_resnet", "mlp-3x64"])
+def test_the_floor_computes_what_sliceout_computes(name: str) -> None:
+    case = Case(name, 2, "sliceout", precision="fp32", size=None if name.startswith("mlp") else 64)
+    flops = [worker.count_flops(build(replace(case, scheme=s), CPU)) for s in ("sliceout", "floor", "none")]
+    assert flops[0] == flops[1] < flops[2]
+    step_of(build(replace(case, scheme="floor"), CPU), 2)()
+
+
+def test_attention_on_the_cpu_is_counted() -> None:
+    case = Case("lm-64", 2, "none", precision="fp32", size=8)
+    few, many = (worker.count_flops(build(replace(case, size=n), CPU)) for n in (8, 16))
+    assert many > 2 * few  # linear layers double, attention does more
+
+
+# -- cases -------------------------------------------------------------------------------------------------------------
+
+
+def test_settings_that_do_not_matter_make_no_second_case() -> None:
+    found = cases.expand(
+        ["mlp"], [], ["none", "standard", "sliceout"], [0.3, 0.5], ["eager"],
+        grads=["dense", "compact"], sampling=["circular", "window"], precision="fp32",
+    )  # fmt: skip
+    assert [c.scheme for c in found].count("none") == 1
+    assert [c.scheme for c in found].count("standard") == 2
+    assert [c.scheme for c in found].count("sliceout") == 8
+    assert {c.batch for c in found} == {256}
+
+
+@pytest.mark.parametrize("name", ["h200-must", "h200-more", "scaling", "cpu", "tiny"])
+def test_every_suite_is_made_of_networks_that_exist(name: str) -> None:
+    for case in cases.suite(name):
+        assert cases.family_of(case.model) in ("mlp", "wrn", "efficientnet", "lm")
+        assert case.scheme in cases.SCHEMES
+
+
+def test_every_row_that_must_be_shown_has_its_references() -> None:
+    found = cases.suite("h200-must")
+    for case in (c for c in found if c.scheme == "sliceout" and c.sampling == "circular"):
+        beside = {c.scheme for c in found if c.setting == case.setting}
+        assert beside >= {"floor"}, case
+        assert beside & {"standard", "none"}, case
+    wanted = {c["model"] for c in cases.paper()} - {"wrn-28-6"}
+    assert wanted <= {c.model for c in found if c.scheme == "sliceout"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"scheme": "dropout"}, "scheme 'dropout'"), ({"rate": 1.0}, "rate 1.0"), ({"mode": "fast"}, "mode 'fast'")],
+)
+def test_what_is_no_case_is_told(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(LabError, match=message):
+        replace(BASE, **settings)
+
+
+# -- comparing and keeping ---------------------------------------------------------------------------------------------
+
+
+def test_rows_are_compared_within_one_setting_only() -> None:
+    sliced, floor = replace(BASE, scheme="sliceout"), replace(BASE, scheme="floor")
+    elsewhere = replace(sliced, mode="compiled")
+    rows = [row(BASE, 10), row(floor, 4), row(sliced, 5), row(elsewhere, 1), row(replace(sliced, rate=0.3), 8)]
+    found = {(r["mode"], r["scheme"], r["rate"]): r for r in files.compared(rows)}
+    assert found["eager", "sliceout", 0.5]["of_standard"] == 0.5
+    assert found["eager", "sliceout", 0.5]["of_floor"] == 1.25
+    assert found["compiled", "sliceout", 0.5]["of_standard"] is None
+    assert found["eager", "sliceout", 0.3]["of_floor"] is None
+    assert found["eager", "sliceout", 0.3]["of_standard"] is None  # another rate is another dropout
+
+
+def test_a_network_without_dropout_is_compared_to_itself_plain() -> None:
+    none = replace(BASE, scheme="none", rate=0.0)
+    (_, found) = files.compared([row(none, 10), row(replace(BASE, scheme="sliceout"), 8)])
+    assert found["of_standard"] == 0.8
+    assert found["reference"] == "none"
+    assert "80 %*" in show.cells(found)
+
+
+def test_the_papers_number_stands_beside_ours() -> None:
+    found = files.compared([row(Case("lm-1024", 256, "sliceout", 0.3), 1.0)])[0]
+    assert (found["paper_time"], found["paper_memory"]) == (0.92, 0.91)
+
+
+def test_results_survive_and_are_not_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    files.ResultFile(path, {"revision": "x"}).add(row(BASE, 1.0))
+    again = files.ResultFile(path)
+    again.add(row(replace(BASE, scheme="floor"), 1.0, error="out of memory"))
+    assert again.has(BASE)
+    assert files.ResultFile(path).data["revision"] == "x"
+    again.forget_failed()
+    assert not again.has(replace(BASE, scheme="floor"))
+    assert path.with_suffix(".csv").read_text().count("\n") == 3
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"kind": "train"}'])
+def test_a_file_that_is_no_result_is_left_alone(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(LabError, match=r"a\.json is not a result file of bench"):
+        files.ResultFile(path)
+    assert path.read_text() == text
+
+
+def test_a_failed_case_is_shown_with_its_error() -> None:
+    rows = [row(BASE, 1.0), {**replace(BASE, scheme="sliceout").as_dict(), "error": "out of memory"}]
+    assert "| failed | out of memory |" in show.markdown(rows)
+
+
+def test_scaling_is_judged_from_the_data() -> None:
+    falling = [row(replace(BASE, scheme="sliceout", rate=r), 10 - 5 * r, max_reserved=100) for r in (0.0, 0.5, 0.9)]
+    assert any("step time against rate is monotone, from" in n for n in show.scaling_notes(falling))
+    falling[1]["ms"] = 20.0
+    assert any("step time against rate is NOT monotone" in n for n in show.scaling_notes(falling))
+
+
+# -- a larger batch at equal memory ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("limit", "largest"), [(1000, 98), (400, 38), (100000, 512)])
+def test_the_largest_batch_that_fits_is_found(monkeypatch, limit: int, largest: int) -> None:
+    monkeypatch.setattr(worker, "step_of", lambda work, batch: lambda: batch)
+    monkeypatch.setattr(worker, "steady_memory", lambda step, device: {"max_reserved": 20 + 10 * step()})
+    monkeypatch.setattr(worker, "measure", lambda step, *rest: {"ms": 1.0})
+    work = build(replace(BASE, batch=32), CPU)
+    found = worker.largest_batch(work, limit, 0.1)
+    assert found["batch"] == largest
+    assert "more memory than standard" in worker.largest_batch(work, 339, 0.1)["error"]
+
+
+# -- workers -----------------------------------------------------------------------------------------------------------
+
+
+def run_all(*wanted: Case, seconds: float = 100, **more: Any) -> list[dict[str, Any]]:
+    settings = {"cache": Path("/tmp"), "prepare": len(wanted), "deadline": time.monotonic() + seconds, **more}
+    return [answer for _, answer in run.run_cases(wanted, TASK, **settings)]
+
+
+@pytest.mark.slow
+def test_workers_measure_and_a_failure_becomes_a_row() -> None:
+    good, bad, alone = run_all(BASE, replace(BASE, mode="captured"), replace(BASE, model="no-such-network"))
+    assert good["error"] is None
+    assert good["ms_p10"] <= good["ms"] <= good["ms_p90"]
+    assert good["flops"] == 6 * 4 * (784 * 64 + 2 * 64 * 64 + 64 * 10) - 2 * 4 * 784 * 64  # no gradient of the input
+    assert "needs the model and the batch on a GPU" in bad["error"]
+    assert "no network is called 'no-such-network'" in alone["error"]
+
+
+def test_a_worker_that_dies_becomes_a_row(monkeypatch) -> None:
+    monkeypatch.setattr(run.sys, "executable", "/bin/false")
+    assert "the worker ended with code 1" in run_all(BASE)[0]["error"]
+
+
+def test_nothing_is_started_after_the_deadline() -> None:
+    assert run_all(BASE, seconds=-1) == []
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name a model"),
+        (["--suite", "no"], "--suite no: expected one of h200-must"),
+        (["mlp", "--suite", "tiny"], "either models or a suite"),
+        (["mlp", "--rates", "a"], "--rates a: expected float"),
+        (["mlp", "--schemes", "x"], "scheme 'x'"),
+        (["mlp", "--match-memory", "--device", "cpu"], "needs a GPU"),
+        (["--table", "/no/such.json"], "cannot be read"),
+    ],
+)
+def test_what_cannot_be_measured_is_told(words: list[str], message: str, capsys, tmp_path: Path) -> None:
+    assert cli.main(["bench", *words, *([] if "--table" in words else ["--out", str(tmp_path)])]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_the_table_of_a_file_is_printed_again(tmp_path: Path, capsys) -> None:
+    about = {"device": "abacus", "torch": "2"}
+    result = files.ResultFile(tmp_path / "a.json", {"machine": about, "revision": "r"})
+    result.add(row(BASE, 10))
+    result.add(row(replace(BASE, scheme="sliceout"), 5))
+    assert cli.main(["bench", "--table", str(tmp_path / "a.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "abacus" in printed
+    assert "50 %" in printed
+    assert json.loads((tmp_path / "a.json").read_text())["cases"][0]["ms"] == 10
