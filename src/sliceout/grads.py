@@ -2,7 +2,8 @@
 
 A :class:`SlicedGrad` has the shape of its parameter but holds the entries of the slice alone; the others are zero and
 take no memory. What training loops do with gradients (adding up, clipping, unscaling, zeroing) is done on the small
-tensor. Any other operation sees the full gradient, zeros included, so nothing can go wrong, only slower.
+tensor. Any other operation sees the full gradient, zeros included, so nothing can go wrong, only slower. Looking at it
+changes nothing; once somebody has written outside the slice, it is an ordinary dense gradient to the optimizer.
 
 The slice-only optimizer update that goes with it is in ``optim``.
 """
@@ -53,7 +54,11 @@ class SlicedGrad(Tensor):
     Attributes:
         small: the entries of the slice, before ``gain``, ``row_scale`` and ``col_scale`` are multiplied in.
         rows, cols: where they lie along dimensions 0 and 1; ``None`` means all of it.
-        full: the whole gradient, once somebody has changed it in a way that is not confined to the slice.
+        full: the whole gradient, once somebody has changed it in a way that need not be confined to the slice, or holds
+            a view of it. All operations go there from then on.
+        owned: whether ``small`` is ours to write to: what autograd hands out may be shared (``a + b`` hands one tensor
+            to both).
+        empty: it was zeroed, so that it may move to the slice of whatever is added next.
     """
 
     small: Tensor
@@ -63,6 +68,9 @@ class SlicedGrad(Tensor):
     row_scale: Tensor | None
     col_scale: Tensor | None
     full: Tensor | None
+    owned: bool
+    empty: bool
+    _viewed: bool
 
     @staticmethod
     def __new__(
@@ -74,6 +82,7 @@ class SlicedGrad(Tensor):
         gain: float = 1.0,
         row_scale: Tensor | None = None,
         col_scale: Tensor | None = None,
+        owned: bool = False,
     ) -> SlicedGrad:
         shape, channels_last, dtype = like
         strides = _strides(shape, channels_last)
@@ -81,6 +90,7 @@ class SlicedGrad(Tensor):
         self = cast("SlicedGrad", self)
         self.small, self.rows, self.cols, self.gain = small, rows, cols, gain
         self.row_scale, self.col_scale, self.full = row_scale, col_scale, None
+        self.owned, self.empty, self._viewed = owned, False, False
         return self
 
     def values(self) -> Tensor:
@@ -93,7 +103,15 @@ class SlicedGrad(Tensor):
                     unit = reference.sources(place.start_on(small.device), list(place.geometry))[1]
                     small = reference.scaled(small, scale[unit], dim)
             self.small = (small if self.gain == 1 else small * self.gain).to(self.dtype)
-            self.gain, self.row_scale, self.col_scale = 1.0, None, None
+            self.gain, self.row_scale, self.col_scale, self.owned = 1.0, None, None, True
+        return self.small
+
+    def writable(self) -> Tensor:
+        """:meth:`values`, to be changed in place."""
+        small = self.values()
+        if not self.owned:
+            self.small, self.owned = small.clone(), True
+        self.empty = False
         return self.small
 
     def dense(self) -> Tensor:
@@ -107,18 +125,39 @@ class SlicedGrad(Tensor):
             self.values(), *starts, *geometries, None, None, self.shape, channels_last, self.dtype
         )
 
+    def is_sliced(self) -> bool:
+        """Whether it is zero outside the slice, and ``values()`` holds the rest: if not, it counts as dense."""
+        if self.full is not None:
+            kept = views.take_copy(self.full, *self._cuts())
+            if int(kept.count_nonzero()) != int(self.full.count_nonzero()):
+                return False
+            self._become(self, kept, owned=True)
+            if not self._viewed:
+                self.full = None
+        return True
+
+    def _cuts(self) -> tuple[views.Cut, views.Cut]:
+        row, col = (views.WHOLE if p is None else p.cut for p in (self.rows, self.cols))
+        return row, col
+
+    def _become(self, other: SlicedGrad, values: Tensor, owned: bool) -> None:
+        """Hold these values at the place of ``other``."""
+        self.small, self.rows, self.cols, self.owned = values, other.rows, other.cols, owned
+        self.gain, self.row_scale, self.col_scale, self.empty = 1.0, None, None, other.empty
+
     def rectangles(self, *fulls: Tensor) -> list[tuple[Tensor, ...]]:
         """Views of the small tensor and of each full one (the parameter, its state) that hold the same entries."""
-        row, col = (views.WHOLE if p is None else p.cut for p in (self.rows, self.cols))
+        row, col = self._cuts()
         values = self.values()
-        pairs = [list(views._rectangles(full, values, row, col)) for full in fulls]
+        pairs = [list(views.rectangles(full, values, row, col)) for full in fulls]
         return [(same[0][1], *(big for big, _ in same)) for same in zip(*pairs, strict=True)]
 
-    def _with(self, small: Tensor, dtype: torch.dtype | None = None) -> SlicedGrad:
-        like = (tuple(self.shape), views.is_channels_last(self), dtype or self.dtype)
-        return SlicedGrad(small, like, self.rows, self.cols)
+    def _with(self, small: Tensor) -> SlicedGrad:
+        """A new gradient at the same place."""
+        like = (tuple(self.shape), views.is_channels_last(self), small.dtype)
+        return SlicedGrad(small, like, self.rows, self.cols, owned=True)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         kept = "all" if self.full is not None else list(self.small.shape)
         return f"SlicedGrad({kept} of {list(self.shape)}, {self.dtype}, {self.device})"
 
@@ -129,7 +168,7 @@ class SlicedGrad(Tensor):
         return self.dense().__reduce_ex__(protocol)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         known = _ON_SLICES.get(func)
         if known is not None:
@@ -162,7 +201,7 @@ def _strides(shape: tuple[int, ...], channels_last: bool) -> tuple[int, ...]:
 
 
 def _on_full(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on whole gradients; those that it changes stay whole from then on."""
+    """Run ``func`` on whole gradients; those that it changes or makes a view of stay whole from then on."""
     met: dict[int, tuple[SlicedGrad, Tensor]] = {}
 
     def whole(x: Any) -> Any:
@@ -172,65 +211,123 @@ def _on_full(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             met[id(x)] = x, x.dense()
         return met[id(x)][1]
 
-    out = func(*tree_map(whole, args), **tree_map(whole, kwargs))
-    if not func._schema.is_mutable:
-        return out
-    changed = {id(full): grad for grad, full in met.values()}
+    whole_args, whole_kwargs = tree_map(whole, args), tree_map(whole, kwargs)
+    out = func(*whole_args, **whole_kwargs)
     for grad, full in met.values():
-        if _writes_to(func, args, kwargs, grad):
+        aliased = _aliased(func, args, kwargs, grad)
+        if aliased is not None and not full.is_inference():
             grad.full = full
+            grad._viewed |= aliased == "viewed"
+    changed = {id(full): grad for grad, full in met.values()}
     return tree_map(lambda x: changed.get(id(x), x), out)
 
 
-def _writes_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: SlicedGrad) -> bool:
+def _aliased(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: SlicedGrad) -> str | None:
+    """Whether ``func`` has "written" to this gradient, returned a part of it that others may write to ("viewed"), or
+    neither."""
     for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        if argument.alias_info is not None:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             if value is grad or (isinstance(value, (list, tuple)) and any(v is grad for v in value)):
-                return True
-    return False
+                return "written" if argument.alias_info.is_write else "viewed"
+    return None
 
 
-def _is_number(x: Any) -> bool:
-    return not isinstance(x, Tensor) or (x.numel() == 1 and not isinstance(x, SlicedGrad))
+def _is_number(x: Any, ndim: int = 1) -> bool:
+    return not isinstance(x, Tensor) or (x.numel() == 1 and x.dim() <= ndim and not isinstance(x, SlicedGrad))
 
 
-def _copy(func: Any, grad: SlicedGrad, **kwargs: Any) -> Any:
-    if grad.full is not None:
-        return NotImplemented
-    small = grad.small.clone() if func is aten.clone.default else grad.small
+def _alias(func: Any, grad: SlicedGrad) -> Any:
+    """The same gradient in another wrapper: what is done to one is done to both."""
     like = (tuple(grad.shape), views.is_channels_last(grad), grad.dtype)
-    return SlicedGrad(small, like, grad.rows, grad.cols, grad.gain, grad.row_scale, grad.col_scale)
+    out = SlicedGrad(grad.small, like, None, None)
+    out.__dict__ = grad.__dict__
+    return out
+
+
+def _clone(func: Any, grad: SlicedGrad, *, memory_format: Any = torch.preserve_format) -> Any:
+    if grad.full is not None or memory_format is not torch.preserve_format:
+        return NotImplemented
+    out = grad._with(grad.values().clone())
+    out.empty = grad.empty
+    return out
+
+
+def _new(func: Any, grad: SlicedGrad, size: Any, stride: Any, **kwargs: Any) -> Any:
+    """What autograd copies a gradient into that somebody else holds too."""
+    wanted = (tuple(size), tuple(stride), kwargs.get("dtype") or grad.dtype, kwargs.get("device") or grad.device)
+    if grad.full is not None or wanted != (tuple(grad.shape), grad.stride(), grad.dtype, grad.device):
+        return NotImplemented
+    return grad._with(torch.empty_like(grad.small, dtype=grad.dtype))
 
 
 def _cast(func: Any, grad: SlicedGrad, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
     elsewhere = device is not None and torch.device(device) != grad.device
     if grad.full is not None or elsewhere or dtype is None or not dtype.is_floating_point:
         return NotImplemented
-    return grad._with(grad.values().to(dtype), dtype)
+    return grad._with(func(grad.values(), dtype=dtype))
 
 
 def _times(func: Any, grad: Any, other: Any, *rest: Any, **kwargs: Any) -> Any:
     """Factors that are one number leave zeros zero."""
-    if not isinstance(grad, SlicedGrad) or grad.full is not None or not _is_number(other):
+    if isinstance(other, SlicedGrad) and func is aten.mul.Tensor:
+        grad, other = other, grad
+    if not isinstance(grad, SlicedGrad) or grad.full is not None or not _is_number(other, grad.dim()):
         return NotImplemented
-    out = func(grad.values(), other, *rest, **kwargs)
-    return grad if func._schema.is_mutable else grad._with(out)
+    if func._schema.is_mutable:
+        func(grad.writable(), other, *rest, **kwargs)
+        return grad
+    return grad._with(func(grad.values(), other, *rest, **kwargs))
 
 
 def _plus(func: Any, a: Any, b: Any, *, alpha: Any = 1) -> Any:
+    if not (isinstance(a, SlicedGrad) and isinstance(b, SlicedGrad)) or b.full is not None:
+        return NotImplemented
+    if same_place(a, b):
+        if func._schema.is_mutable:
+            func(a.writable(), b.values(), alpha=alpha)
+            return a
+        return a._with(func(a.values(), b.values(), alpha=alpha))
+    if a.full is None and a.empty and a.shape == b.shape and func is aten.add_.Tensor:
+        plain = alpha == 1 and a.dtype == b.dtype
+        a._become(b, b.values() if plain else (b.values() * alpha).to(a.dtype), owned=not plain)
+        if plain:
+            b.owned = False  # both hold it now
+        return a
+    return NotImplemented
+
+
+def _overwrite(func: Any, a: Any, b: Any, *rest: Any) -> Any:
     if not (isinstance(a, SlicedGrad) and isinstance(b, SlicedGrad) and same_place(a, b)):
         return NotImplemented
-    out = func(a.values(), b.values(), alpha=alpha)
-    return a if func._schema.is_mutable else a._with(out)
+    func(a.writable(), b.values(), *rest)
+    return a
 
 
-def _one(func: Any, grad: SlicedGrad, *args: Any, **kwargs: Any) -> Any:
-    """Operations of one gradient in place."""
-    if grad.full is not None:
+def _zero(func: Any, grad: SlicedGrad) -> Any:
+    if grad._viewed:
         return NotImplemented
-    func(grad.values(), *args, **kwargs)
+    grad.full = None
+    grad.writable().zero_()
+    grad.empty = True
     return grad
+
+
+def _clamp(func: Any, grad: Any, low: Any = None, high: Any = None) -> Any:
+    """Limits with zero between them leave zeros zero."""
+    limits = {"min": (low, None), "max": (None, low)}.get(func._schema.name.rpartition("_")[0][-3:], (low, high))
+    if not all(_keeps_zero(*limit) for limit in zip((True, False), limits, strict=True)):
+        return NotImplemented
+    if isinstance(grad, SlicedGrad):
+        if grad.full is not None:
+            return NotImplemented
+        func(grad.writable(), *(() if low is None and high is None else (low,) if high is None else (low, high)))
+        return grad
+    return _each(func, grad, low)
+
+
+def _keeps_zero(is_lower: bool, limit: Any) -> bool:
+    return limit is None or (isinstance(limit, (int, float)) and (limit <= 0 if is_lower else limit >= 0))
 
 
 def _norm(func: Any, grad: SlicedGrad, ord: Any = 2, dim: Any = None, *rest: Any, **kwargs: Any) -> Any:
@@ -241,24 +338,33 @@ def _norm(func: Any, grad: SlicedGrad, ord: Any = 2, dim: Any = None, *rest: Any
 
 def _each(func: Any, grads: list[Tensor], *args: Any, **kwargs: Any) -> Any:
     """Multi-tensor operations that leave zeros zero, or norms."""
-    if any(isinstance(g, SlicedGrad) and g.full is not None for g in grads) or not all(
-        _is_number(x) for arg in args for x in (arg if isinstance(arg, (list, tuple)) else [arg])
-    ):
+    numbers = [x for arg in args for x in (arg if isinstance(arg, (list, tuple)) else [arg])]
+    if any(isinstance(g, SlicedGrad) and g.full is not None for g in grads) or not all(map(_is_number, numbers)):
         return NotImplemented
-    if func is aten._foreach_norm.Scalar and args and float(args[0]) <= 0:
+    norms = func is aten._foreach_norm.Scalar
+    if norms and args and float(args[0]) <= 0:
         return NotImplemented
-    return func([g.values() if isinstance(g, SlicedGrad) else g for g in grads], *args, **kwargs)
+    read: Any = SlicedGrad.values if norms else SlicedGrad.writable
+    return func([read(g) if isinstance(g, SlicedGrad) else g for g in grads], *args, **kwargs)
+
+
+def _zero_each(func: Any, grads: list[Tensor]) -> None:
+    for g in grads:
+        g.zero_()
 
 
 _ON_SLICES: dict[Any, Callable[..., Any]] = {
-    aten.detach.default: _copy,
-    aten.alias.default: _copy,
-    aten.clone.default: _copy,
+    aten.detach.default: _alias,
+    aten.alias.default: _alias,
+    aten.clone.default: _clone,
     aten._to_copy.default: _cast,
-    aten.zero_.default: _one,
+    aten.new_empty_strided.default: _new,
+    aten.copy_.default: _overwrite,
+    aten.zero_.default: _zero,
+    aten._foreach_zero_.default: _zero_each,
     aten.neg.default: lambda func, grad: NotImplemented if grad.full is not None else grad._with(-grad.values()),
     aten.linalg_vector_norm.default: _norm,
-    **dict.fromkeys((aten.add.Tensor, aten.add_.Tensor), _plus),
+    **dict.fromkeys((aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor), _plus),
     **dict.fromkeys(
         (
             aten.mul.Tensor, aten.mul_.Tensor, aten.mul.Scalar, aten.mul_.Scalar,
@@ -268,7 +374,14 @@ _ON_SLICES: dict[Any, Callable[..., Any]] = {
     ),
     **dict.fromkeys(
         (
-            aten._foreach_norm.Scalar, aten._foreach_zero_.default,
+            aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default,
+            aten._foreach_clamp_min_.Scalar, aten._foreach_clamp_max_.Scalar,
+        ),
+        _clamp,
+    ),
+    **dict.fromkeys(
+        (
+            aten._foreach_norm.Scalar,
             aten._foreach_mul_.Scalar, aten._foreach_mul_.Tensor, aten._foreach_mul_.ScalarList,
             aten._foreach_div_.Scalar, aten._foreach_div_.Tensor, aten._foreach_div_.ScalarList,
             aten._amp_foreach_non_finite_check_and_unscale_.default,
@@ -295,7 +408,7 @@ class Take(views._Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         sliced = SlicedGrad(grad, ctx.like, ctx.rows, ctx.cols, *ctx.factors)
-        whole = torch.is_grad_enabled()  # second derivatives are asked for: an ordinary tensor has them
+        whole = torch.is_grad_enabled() or grad.is_complex()  # an ordinary tensor has second derivatives, and a meaning
         return sliced.dense() if whole else sliced, None, None, None
 
 
@@ -303,7 +416,7 @@ def _factors(
     rows: Axis | None, cols: Axis | None, settings: dict[str, Any]
 ) -> tuple[float, Tensor | None, Tensor | None]:
     """``gain, row_scale, col_scale``: what the entries were multiplied with."""
-    gain, scales = 1.0, []
+    gain, scales = 1.0, list[Tensor | None]()
     for axis, wanted in ((rows, settings["scale_rows"]), (cols, settings["scale_cols"])):
         scales.append(None)
         if axis is not None and wanted:

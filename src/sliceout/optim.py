@@ -13,6 +13,8 @@ Adam's bias correction counts the steps of the parameter, as its state does.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.optim.sgd import sgd
 
 from .grads import SlicedGrad
+from .ops.views import memory_format
 
 Work = list[tuple[Tensor, SlicedGrad]]
 
@@ -40,17 +43,17 @@ def watch() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Step over slices at the place of the closure: after all other hooks, and once the gradients are made."""
     if torch.compiler.is_compiling():
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None:
-        _step_over_slices(optimizer)
+    if closure is None and not any(_update_of(optimizer, group) for group in optimizer.param_groups):
+        _step_over_slices(optimizer)  # makes gradients dense; a step of somebody's own may take no closure
         return None
 
-    def then_step_over_slices() -> Any:  # the gradients are made in the closure
-        loss = closure()
-        with torch.no_grad():
-            _step_over_slices(optimizer)
+    def then_step_over_slices() -> Any:
+        loss = None if closure is None else closure()
+        _step_over_slices(optimizer)
         return loss
 
     if len(args) > 1:
@@ -70,9 +73,10 @@ def _step_over_slices(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         work = [(p, p.grad) for p in group["params"] if isinstance(p.grad, SlicedGrad)]
         update = _update_of(optimizer, group)
-        sliced = [(p, g) for p, g in work if g.full is None and update is not None]
+        sliced = [(p, g) for p, g in work if update is not None and g.is_sliced()]
+        kept = {id(p) for p, _ in sliced}
         for p, g in work:
-            if g.full is not None or update is None:
+            if id(p) not in kept:
                 p.grad = g.dense()
         if sliced and update is not None:
             update(optimizer, group, sliced)
@@ -98,7 +102,9 @@ def _adam(optimizer: Optimizer, group: dict[str, Any], work: Work) -> None:
         state = optimizer.state[p]
         if not state:  # as torch begins
             on_device = group["capturable"] or group["fused"]
-            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device if on_device else "cpu")
+            exact = not group["fused"] and torch.get_default_dtype() == torch.float64
+            dtype = torch.float64 if exact else torch.float32
+            state["step"] = torch.zeros((), dtype=dtype, device=p.device if on_device else "cpu")
             state.update({name: torch.zeros_like(p, memory_format=torch.preserve_format) for name in names})
     if _fused(optimizer, group, work, names):
         return
@@ -156,4 +162,56 @@ def _scaler(optimizer: Optimizer) -> tuple[bool, Callable[[Tensor], Tensor]]:
 
 def _fused(optimizer: Optimizer, group: dict[str, Any], work: Work, names: list[str]) -> bool:
     """Update all slices in one launch, reading starts from device memory; false where there is no kernel for that."""
-    return False
+    if not all(p.is_cuda for p, _ in work) or not _has_triton():
+        return False
+    from .ops import many, tables
+
+    device = work[0][0].device
+    state = [[optimizer.state[p][name] for name in names] for p, _ in work]
+    betas = group.get("betas", (0.0, 0.0))
+    steps = [optimizer.state[p]["step"] for p, _ in work if "step" in optimizer.state[p]]
+    fit = (
+        all(
+            p.device == device and many.supports(p, *s) and p.dtype != torch.float64
+            for (p, _), s in zip(work, state, strict=True)
+        )
+        and not any(isinstance(b, Tensor) for b in betas)
+        and len({s.device for s in steps}) < 2
+        and tables.possible(device)
+    )
+    if not fit:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "this optimizer step cannot be captured with compact gradients: its slices would be frozen. "
+                "Use sliceout.capture with 32 or 16 bit parameters, or grads='dense'"
+            )
+        return False
+    lr = group["lr"]
+    lr = lr.to(device, torch.float32) if isinstance(lr, Tensor) and lr.is_cuda else float(lr)
+    found_inf, grad_scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
+    if steps:
+        torch._foreach_add_(steps, 1)
+        if found_inf is not None:
+            torch._foreach_sub_(steps, [found_inf.to(steps[0].device)] * len(steps))
+    pieces = []
+    for (p, g), full_state in zip(work, state, strict=True):
+        small = g.small.contiguous(memory_format=memory_format(p))
+        rows, cols = (None if q is None else (q.start_on(device), list(q.geometry)) for q in (g.rows, g.cols))
+        step = optimizer.state[p].get("step")
+        pieces.append(many.Piece(p, small, rows, cols, g.gain, g.row_scale, g.col_scale, tuple(full_state), step))
+    shared = {
+        "lr": lr, "weight_decay": group["weight_decay"], "maximize": group["maximize"],
+        "found_inf": found_inf, "grad_scale": grad_scale,
+    }  # fmt: skip
+    if type(optimizer) is SGD:
+        many.sgd(pieces, momentum=group["momentum"], nesterov=group["nesterov"], **shared)
+    else:
+        decoupled = type(optimizer) is AdamW or group["decoupled_weight_decay"]
+        settings = {"betas": betas, "eps": group["eps"], "amsgrad": group["amsgrad"], "decoupled": decoupled}
+        many.adam(pieces, **settings, **shared)
+    return True
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
