@@ -7,15 +7,17 @@ Triton decides when it is imported whether it interprets, so the interpreter nee
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from opcases import Case, cases, listed
-from sliceout import Slice
-from sliceout.ops import kernels, reference, views
+from sliceout import Slice, nn
+from sliceout.ops import gather, kernels, many, reference, views
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 CASES = [c for c in listed() if DEVICE == "cuda" or torch.Size(c.shape).numel() < 100_000]
@@ -91,3 +93,246 @@ def test_empty_tensors_are_left_alone():
     small = kernels.take(full, *case.args)
     assert small.shape == (0, 4)
     assert kernels.put(small, torch.empty_like(full), *case.args).shape == (0, 8)
+
+
+# -- many tensors in one launch ----------------------------------------------------------------------------------------
+
+
+def piece(case: Case, full: torch.Tensor, small: torch.Tensor) -> many.Piece:
+    row_start, col_start, rows, cols, row_scale, col_scale = case.args
+    return many.Piece(
+        full,
+        small,
+        None if row_start is None else (row_start, rows),
+        None if col_start is None else (col_start, cols),
+        row_scale=row_scale,
+        col_scale=col_scale,
+    )
+
+
+def fits(case: Case) -> bool:
+    """No subsets: those are taken one by one. No transposed weights: their owner makes them contiguous first."""
+    tables = any(a is not None and reference.is_table(a.slice.start) for a in case.axes)
+    return not tables and case.layout != "transposed"
+
+
+def compare_many(chosen: list[Case]) -> None:
+    fulls = [c.to(DEVICE).full(DEVICE, coarse=DEVICE == "cpu") for c in chosen]
+    smalls = [
+        torch.full_like(views.empty_small(f, *c.args[2:4], c.target), torch.nan)
+        for c, f in zip(chosen, fulls, strict=True)
+    ]
+    many.take([piece(c, f, s) for c, f, s in zip(chosen, fulls, smalls, strict=True)])
+    interpreted = {"truncates": DEVICE == "cpu"}
+    for c, f, s in zip(chosen, fulls, smalls, strict=True):
+        c.check_small(s, f, "many.take", **interpreted)
+    grads = [torch.randn(s.shape, dtype=torch.float64).to(s.dtype).to(DEVICE) for s in smalls]
+    targets = [torch.full_like(f, torch.nan) for f in fulls]
+    many.put([piece(c, t, g) for c, t, g in zip(chosen, targets, grads, strict=True)])
+    for c, t, g in zip(chosen, targets, grads, strict=True):
+        c.check_full(t, g, "many.put", **interpreted)
+
+
+def test_many_takes_and_puts_in_one_launch_agree_with_the_definition():
+    torch.manual_seed(0)
+    compare_many([c for c in CASES if fits(c)])
+
+
+@settings(max_examples=30)
+@given(
+    chosen=st.lists(
+        cases(dtypes=[(torch.float64, None), (torch.float32, None), (torch.float32, bf16)]), min_size=1, max_size=4
+    )
+)
+def test_any_many_takes_and_puts_agree_with_the_definition(chosen):
+    torch.manual_seed(0)
+    compare_many([c for c in chosen if fits(c)])
+
+
+ADAM = {"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.01, "eps": 1e-8}
+SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": False}
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize(
+    "change", [{}, {"amsgrad": True}, {"maximize": True}, {"decoupled": True}, {"betas": (0.0, 0.9)}]
+)
+def test_slices_are_updated_by_adam_and_nothing_else_is(change, on_device):
+    settings = {**ADAM, "decoupled": False, "amsgrad": False, "maximize": False, **change}
+    flat = {k: v for k, v in settings.items() if k != "decoupled"}
+    reference_class = torch.optim.AdamW if settings["decoupled"] else torch.optim.Adam
+    names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if settings["amsgrad"] else [])]
+    check_updates(settings, many.adam, lambda p: reference_class([p], **flat), names, True, on_device)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("change", [{}, {"nesterov": True}, {"momentum": 0}, {"maximize": True}])
+def test_slices_are_updated_by_sgd_and_nothing_else_is(change, on_device):
+    settings = {**SGD, "maximize": False, **change}
+    names = ["momentum_buffer"] if settings["momentum"] else []
+    check_updates(settings, many.sgd, lambda p: torch.optim.SGD([p], **settings), names, False, on_device)
+
+
+def check_updates(settings, update, make, names, counts, on_device) -> None:
+    """Three updates of several tensors against torch's optimizer on each slice by itself, with everything else NaN."""
+    torch.manual_seed(0)
+    plain = {"dtype": torch.float32, "target": None, "scale_rows": False, "scale_cols": False}
+    chosen = [dataclasses.replace(c, **plain) for c in CASES if fits(c) and min(c.shape) > 0]
+    assert len(chosen) > 3
+    device = DEVICE if on_device else "cpu"
+    rate = torch.tensor(settings["lr"], device=DEVICE) if on_device else settings["lr"]
+    pieces, oracles = [], []
+    for case in chosen:
+        full = case.to(DEVICE).full(DEVICE)
+        state = tuple(torch.zeros_like(full) for _ in names)
+        p = torch.nn.Parameter(case.take(full).float())
+        grad = views.empty_small(full, *case.args[2:4])
+        made = piece(case, full, grad)
+        made.state, made.step = state, torch.zeros((), device=device) if counts else None
+        pieces.append(made)
+        oracles.append((p, make(p), full.clone()))
+    for _ in range(3):
+        for made, (p, optimizer, _) in zip(pieces, oracles, strict=True):
+            made.small.copy_(torch.randn(made.small.shape))
+            p.grad = made.small.cpu() * 2.0
+            made.gain = 2.0
+            optimizer.step()
+            if counts:
+                made.step += 1
+        update(pieces, **{**settings, "lr": rate}, found_inf=None, grad_scale=None)
+    for case, made, (p, optimizer, before) in zip(chosen, pieces, oracles, strict=True):
+        torch.testing.assert_close(case.take(made.full).float(), p.detach(), rtol=2e-5, atol=2e-6)
+        for name, state in zip(names, made.state, strict=True):
+            torch.testing.assert_close(case.take(state).float(), optimizer.state[p][name], rtol=2e-5, atol=2e-6)
+        kept = case.put(torch.ones_like(p)).bool().to(DEVICE)
+        assert torch.equal(made.full[~kept], before[~kept])
+        assert all((state[~kept] == 0).all() for state in made.state)
+
+
+def test_an_overflow_leaves_everything_alone_and_a_scale_is_divided_out():
+    s = Slice(8, 0.5)
+    case = Case((8, 8), s.axis(), s.axis(), dtype=torch.float32).to(DEVICE)
+    results = []
+    for inf, scale in ((0.0, 1.0), (0.0, 4.0), (1.0, 1.0)):
+        full = torch.ones(8, 8, device=DEVICE)
+        made = piece(case, full, torch.full((4, 4), 0.5 * scale, device=DEVICE))
+        made.state, made.step = (torch.zeros_like(full), torch.zeros_like(full)), torch.ones((), device="cpu")
+        flags = {"decoupled": False, "amsgrad": False, "maximize": False}
+        tensors = {"found_inf": torch.tensor(inf, device=DEVICE), "grad_scale": torch.tensor(scale, device=DEVICE)}
+        many.adam([made], **ADAM, **flags, **tensors)
+        results.append(full)
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], torch.ones_like(results[0]))
+    assert torch.equal(results[2], torch.ones_like(results[2]))
+
+
+# -- all slices of a step in one launch --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gathering(monkeypatch):
+    """Fetch slices together on the CPU as well, through the interpreter; counts the launches."""
+    launches = []
+
+    def counted(kind):
+        launch = getattr(many, kind)
+        return lambda pieces: (launches.append((kind, len(pieces))), launch(pieces))[1]
+
+    for kind in ("take", "put"):
+        monkeypatch.setattr(many, kind, counted(kind))
+    if DEVICE == "cpu":
+        usable = gather.usable
+
+        class OnGpu:
+            is_cuda = True
+
+        monkeypatch.setattr(gather, "usable", lambda full, rows, cols: usable(OnGpu, rows, cols))
+    return launches
+
+
+def network(grads: str, sampling: str, memory_format: torch.memory_format) -> torch.nn.Module:
+    torch.manual_seed(0)
+    a, b = (Slice(n, 0.5, sampling=sampling, align=2, grads=grads) for n in (12, 16))
+    made = torch.nn.Sequential(
+        nn.Conv2d(3, 12, 3, out_slice=a),
+        nn.BatchNorm2d(12, slice=a),
+        torch.nn.ReLU(),
+        nn.Conv2d(12, 16, 1, in_slice=a, out_slice=b),
+        nn.BatchNorm2d(16, slice=b),
+        torch.nn.Flatten(),
+        nn.Linear(64, 5, in_slice=b.axis(inner=4)),
+    ).double()
+    return made.to(DEVICE).to(memory_format=memory_format)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("sampling", ["circular", "window"])
+@pytest.mark.parametrize("grads", ["dense", "compact"])
+def test_fetching_all_slices_together_changes_nothing_but_the_launches(
+    gathering, monkeypatch, grads, sampling, memory_format
+):
+    x = torch.randn(4, 3, 4, 4, dtype=torch.float64, device=DEVICE)
+    outcomes = []
+    for together in (False, True):
+        if not together:
+            with monkeypatch.context() as apart:
+                apart.setattr(gather, "take", lambda *args: None)
+                outcomes.append(trained(network(grads, sampling, memory_format), x))
+            assert not gathering
+        else:
+            outcomes.append(trained(network(grads, sampling, memory_format), x))
+    for (name, one), (_, other) in zip(*outcomes, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+    takes = [n for kind, n in gathering if kind == "take"]
+    puts = [n for kind, n in gathering if kind == "put"]
+    assert max(takes) >= 8, "weights, biases and factors of all layers"
+    assert len(takes) <= 2 * 2 * 5, "parameters and statistics, twice a step"
+    assert len(puts) == (0 if grads == "compact" else 2 * 6), "twice a step (at first for two slices that had not met)"
+
+
+def trained(model: torch.nn.Module, x: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Six steps with accumulated gradients, clipping and an evaluation in between; everything that can differ."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    seen = []
+    for step in range(6):
+        optimizer.zero_grad()
+        for part in x.split(2):
+            loss = model(part).square().mean()
+            loss.backward()
+            seen.append((f"loss {step}", loss.detach()))
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        seen.append((f"norm {step}", norm))
+        seen += [(f"{n} grad {step}", p.grad + 0) for n, p in model.named_parameters()]
+        optimizer.step()
+        with torch.no_grad():
+            seen.append((f"no_grad {step}", model(x)))
+        model.eval()
+        seen.append((f"eval {step}", model(x).detach()))
+        model.train()
+    return [*seen, *((n, t.detach().clone()) for n, t in model.state_dict().items())]
+
+
+def test_what_was_fetched_is_fetched_again_when_a_parameter_changes(gathering):
+    model = network("dense", "circular", torch.contiguous_format)
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64, device=DEVICE)
+    for _ in range(2):
+        model(x)
+    before = model(x)
+    with torch.no_grad():
+        model[6].weight.mul_(2)
+        model[6].bias.mul_(2)
+    torch.testing.assert_close(model(x), 2 * before)
+    model[6].weight.data = model[6].weight.data / 2  # another memory, and no version counts it
+    model[6].bias.data = model[6].bias.data / 2
+    torch.testing.assert_close(model(x), before)
+
+
+def test_second_derivatives_of_fetched_slices(gathering):
+    model = network("dense", "circular", torch.contiguous_format)
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64, device=DEVICE)
+    weight = model[6].weight
+    for _ in range(3):
+        (first,) = torch.autograd.grad(model(x).square().sum(), weight, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), weight)
+    assert gathering
+    assert second.abs().sum() > 0

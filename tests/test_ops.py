@@ -243,7 +243,8 @@ def test_store_replaces_the_kept_entries_and_no_others(case, device):
     expected = before.clone()
     expected[axis.kept.to(device)] = small
     assert torch.equal(reference.store(before, small, s.start, axis.geometry), expected)
-    for f in (lambda t: store_(t, small, axis), lambda t: torch.ops.sliceout.store_(t, small, s.start, axis.geometry)):
+    op = torch.ops.sliceout.store_
+    for f in (lambda t: store_([t], [small], axis), lambda t: op(t, small, s.start, axis.geometry)):
         full = before.clone()
         f(full)
         assert torch.equal(full, expected)
@@ -255,7 +256,7 @@ def test_a_store_into_its_own_view_changes_nothing_more():
     small = take(full, s.axis())
     small.add_(1)
     before = full.clone()
-    store_(full, small, s.axis())
+    store_([full], [small], s.axis())
     assert torch.equal(full, before)
     assert torch.equal(full[s.kept], small)
 

@@ -74,7 +74,7 @@ class Borrowed(Sliced):
         if self.training:
             for name, t in self._buffers.items():  # type: ignore[attr-defined]
                 if name in shown and t.dim() == 1 and t.is_floating_point():
-                    store_(t, shown[name], self.axes["unit"])
+                    store_([t], [shown[name]], self.axes["unit"])
 
 
 class BorrowedMixing(Borrowed):

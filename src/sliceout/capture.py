@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from . import draws
-from .ops import without_views
+from .ops import tables, without_views
 from .slices import Slices
 
 
@@ -83,7 +83,7 @@ class CapturedStep:
             kept.restore()
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
-        with draws.paused(), torch.cuda.graph(self.graph):
+        with tables.deferred() as self.tables, draws.paused(), torch.cuda.graph(self.graph):
             self.loss = step()
         self.families: list[Slices] = draws.families_in(optimizer)
 

@@ -270,6 +270,7 @@ class Slices:
     def __init__(self, slices: Iterable[Slice], step: int = 0) -> None:
         self.members = list(slices)
         self.drawn = 0  # how often draw_ was called on this object
+        self.stamp = 0  # changes whenever starts may have
         self.witness: int | None = None  # see draws.notice
         self.version = self.changes = 0
         self._table: Tensor | None = None
@@ -293,6 +294,7 @@ class Slices:
     def draw_(self) -> None:
         """Move on to the next step's starts."""
         self.drawn += 1
+        self.stamp += 1
         self.step += 1
         if self._table is None:
             self._tell_apart()  # what was loaded may have come from before they met
@@ -302,6 +304,7 @@ class Slices:
     def seek_(self, step: int) -> None:
         """Go to the starts of ``step``, as after loading a checkpoint."""
         self.step = step
+        self.stamp += 1
         self._table = None  # made anew at the next draw
         draw(self.members, step, table(self.members))
 

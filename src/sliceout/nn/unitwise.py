@@ -41,9 +41,8 @@ class _BatchNorm(Sliced):
             mean, var = take(mean, axis), take(var, axis)
         weight, bias = (None if p is None else take(p, axis) for p in (self.weight, self.bias))  # type: ignore[attr-defined]
         y = F.batch_norm(x, mean, var, weight, bias, self.training or mean is None, momentum or 0.0, self.eps)  # type: ignore[attr-defined]
-        for full, small in ((self.running_mean, mean), (self.running_var, var)):
-            if self.training and full is not None and small is not None:
-                store_(full, small, axis)
+        if self.training and mean is not None and var is not None:
+            store_((self.running_mean, self.running_var), (mean, var), axis)  # type: ignore[arg-type]
         return y
 
 

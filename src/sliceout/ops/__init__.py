@@ -3,7 +3,8 @@
 All slicing in the library goes through :func:`take` (and :func:`store_` for running statistics). One question, which
 implementation, is answered here:
 
-- eager: views (``views``), except for subsets, whose units do not lie side by side;
+- eager on a GPU: all slices of a step in one launch (``gather``), once a first pass has shown what they are;
+- other eager code: views (``views``), except for subsets, whose units do not lie side by side;
 - everything else: the registered op (``library``), which on CUDA is one Triton kernel (``kernels``).
 
 In a compiled graph the op stands by itself although Inductor could melt ``reference`` into its neighbours: the index
@@ -15,13 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from . import library, reference, views
+from . import gather, library, reference, views
 
 if TYPE_CHECKING:
     from ..slices import Axis, Joint
@@ -76,6 +77,10 @@ def take(
             raise ValueError(
                 f"dimension {dim} of shape {tuple(full.shape)} does not match {axis}, which covers {axis.size}"
             )
+    if not torch.compiler.is_compiling() and gather.usable(full, rows, cols):
+        small = _fetched(full, rows, cols, scale_rows, scale_cols, dtype)
+        if small is not None:
+            return small
     table = any(a is not None and reference.is_table(a.slice.start) for a in (rows, cols))
     if full.requires_grad and not table and _wants_compact(full, rows, cols):
         from ..grads import Take
@@ -93,6 +98,17 @@ def take(
         cols.slice.scale if cols is not None and scale_cols else None,
     )
     return torch.ops.sliceout.take(full, *args, dtype)
+
+
+def _fetched(
+    full: Tensor, rows: Any, cols: Any, scale_rows: bool, scale_cols: bool, dtype: torch.dtype | None
+) -> Tensor | None:
+    """What was fetched together with other slices. Statistics that lie in one piece are better written in place."""
+    if not full.requires_grad and by_views(full):
+        row, col = (views.WHOLE if a is None else (a.slice.start_on_host, a.geometry) for a in (rows, cols))
+        if views._is_one_rectangle(row, col):
+            return None
+    return gather.take(full, rows, cols, scale_rows, scale_cols, dtype)
 
 
 def _wants_compact(full: Tensor, rows: Axis | None, cols: Axis | None) -> bool:
@@ -117,19 +133,29 @@ def _take_parts(full: Tensor, rows: Any, cols: Any, **settings: Any) -> Tensor:
     return torch.cat(taken, dim)
 
 
-def store_(full: Tensor, small: Tensor, rows: Axis | Joint) -> None:
-    """Write ``small`` over the kept entries of the vector ``full``, which gets no gradient."""
+def store_(fulls: Sequence[Tensor], smalls: Sequence[Tensor], rows: Axis | Joint) -> None:
+    """Write each of ``smalls`` over the kept entries of its vector in ``fulls``, which get no gradient."""
     if hasattr(rows, "parts"):
-        sections = full.split([part.size for part in rows.parts]), small.split([part.width for part in rows.parts])
+        sizes, widths = ([getattr(part, what) for part in rows.parts] for what in ("size", "width"))
+        sections = zip(*(f.split(sizes) for f in fulls)), zip(*(s.split(widths) for s in smalls))  # noqa: B905
         for section, kept, part in zip(*sections, rows.parts, strict=True):
             store_(section, kept, part)
-    elif torch.compiler.is_compiling():
-        full.copy_(reference.store(full, small, rows.slice.start, rows.geometry))
-    elif by_views(full) and not reference.is_table(rows.slice.start):
-        if small._base is not full:  # a view has written through (torch.func's do not show their base: hence clone)
-            views.put_(full, small.clone(), (rows.slice.start_on_host, rows.geometry))
+        return
+    start, geometry = rows.slice.start, rows.geometry
+    pairs = list(zip(fulls, smalls, strict=True))
+    if torch.compiler.is_compiling():
+        for full, small in pairs:
+            full.copy_(reference.store(full, small, start, geometry))
+    elif by_views(fulls[0]) and not reference.is_table(start):
+        if views._transformed():  # its views do not show their base, and a tensor must not be copied onto itself
+            pairs = [(full, small.clone()) for full, small in pairs]
+        apart = [(full, small) for full, small in pairs if small._base is not full]  # a view has written through
+        both = [r for full, small in apart for r in views.rectangles(full, small, (rows.slice.start_on_host, geometry))]
+        if both:
+            torch._foreach_copy_([target for target, _ in both], [source for _, source in both])
     else:
-        torch.ops.sliceout.store_(full, small, rows.slice.start, rows.geometry)
+        for full, small in pairs:
+            torch.ops.sliceout.store_(full, small, start, geometry)
 
 
 def _take_view(

@@ -52,7 +52,7 @@ class Take(_Function):
             view = take(full, row, col)
             return _scaled_into(torch.empty_like(view, dtype=dtype), view, gain)
         small = empty_small(full, row[1], col[1], dtype)
-        for source, target in _rectangles(full, small, row, col):
+        for source, target in rectangles(full, small, row, col):
             _scaled_into(target, source, gain)
         return small
 
@@ -83,7 +83,7 @@ class Put(_Function):
         shape, channels_last, dtype = like
         layout = format_of(len(shape), channels_last)
         full = torch.empty(shape, dtype=dtype, device=small.device, memory_format=layout).zero_()
-        for target, source in _rectangles(full, small, row, col):
+        for target, source in rectangles(full, small, row, col):
             _scaled_into(target, source, gain)
         return full
 
@@ -127,14 +127,14 @@ def take(full: Tensor, row: Cut, col: Cut) -> Tensor:
 def take_copy(full: Tensor, row: Cut, col: Cut) -> Tensor:
     """:func:`take` into memory of its own."""
     small = empty_small(full, row[1], col[1])
-    for source, target in _rectangles(full, small, row, col):
+    for source, target in rectangles(full, small, row, col):
         target.copy_(source)
     return small
 
 
 def put_(full: Tensor, small: Tensor, row: Cut, col: Cut = WHOLE) -> Tensor:
     """Write ``small`` into its place in ``full``."""
-    for target, source in _rectangles(full, small, row, col):
+    for target, source in rectangles(full, small, row, col):
         target.copy_(source)
     return full
 
@@ -189,7 +189,7 @@ def _blocks(cut: Cut) -> int:
     return cut[1][2] if cut[1] else 1
 
 
-def _rectangles(full: Tensor, small: Tensor, row: Cut, col: Cut) -> Iterator[tuple[Tensor, Tensor]]:
+def rectangles(full: Tensor, small: Tensor, row: Cut, col: Cut = WHOLE) -> Iterator[tuple[Tensor, Tensor]]:
     """Views of ``full`` and of ``small`` that hold the same entries."""
     row_dim, col_dim = 0, 1
     if _blocks(col) > 1:

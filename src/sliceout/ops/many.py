@@ -1,0 +1,385 @@
+"""Many parameters in one launch: take, put and the slice-only optimizer updates as multi-tensor Triton kernels.
+
+A :class:`Piece` is a full tensor, its slice, and the small tensor that goes with it. Each becomes one row of a table in
+device memory; a program looks up the piece that its tile belongs to. As in ``kernels``, starts are read from device
+memory, so that one captured graph serves every draw, and index arithmetic is per row and column of a tile.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import tables
+from .kernels import _matrix
+from .views import is_channels_last, memory_format
+
+BLOCK_R, BLOCK_C = 4, 256
+FIELDS = 23
+_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float64: tl.float64}
+
+
+@dataclass
+class Piece:
+    """A full tensor and the small one that holds its slice; ``rows`` and ``cols`` are a start and a geometry."""
+
+    full: Tensor
+    small: Tensor
+    rows: tuple[Tensor, list[int]] | None
+    cols: tuple[Tensor, list[int]] | None
+    gain: float = 1.0
+    row_scale: Tensor | None = None
+    col_scale: Tensor | None = None
+    state: tuple[Tensor, ...] = ()
+    step: Tensor | None = None
+
+    def fields(self, walked: Tensor, mapped: Tensor, zero: Tensor, first: int) -> list[int]:
+        """The row of the table: see ``_small_to_full``."""
+        n_rows, n_cols, rest = _matrix(walked)
+        mapped_rows, mapped_cols, _ = _matrix(mapped)
+        rows, cols, scales = self.rows, self.cols, (self.row_scale, self.col_scale)
+        if self.full.dim() == 1:  # a vector is one row of columns
+            rows, cols, scales = cols, rows, scales[::-1]
+        sides: list[int] = []
+        for side, here, there in ((rows, n_rows, mapped_rows), (cols, n_cols, mapped_cols)):
+            start, (size, width, _, inner) = side or (zero, (max(here, there), max(here, there), 1, 1))
+            sides += [start.data_ptr(), size, width, inner]
+        step = 0
+        if self.step is not None:
+            step = self.step.data_ptr() if self.step.is_cuda else int(self.step)
+        state = [t.data_ptr() for t in self.state]
+        return [
+            self.full.data_ptr(), self.small.data_ptr(), n_rows, n_cols, rest, mapped_cols,
+            int(is_channels_last(self.full)), *sides, *(0 if s is None else s.data_ptr() for s in scales),
+            struct.unpack("q", struct.pack("d", self.gain))[0],
+            *state, *[0] * (3 - len(state)), step, first,
+        ]  # fmt: skip
+
+
+def supports(*tensors: Tensor) -> bool:
+    return all(t.dtype in _DTYPES and (t.is_contiguous() or is_channels_last(t)) for t in tensors)
+
+
+def _launch(kernel: Any, pieces: list[Piece], walk_full: bool, dtypes: Any, *args: Any, **flags: Any) -> None:
+    """Run ``kernel`` over pieces that agree on ``dtypes(piece)``, one launch for each kind."""
+    alike: dict[Any, list[Piece]] = {}
+    for piece in pieces:
+        if piece.small.numel():
+            alike.setdefault(dtypes(piece), []).append(piece)
+    for kinds, same in alike.items():
+        device = same[0].full.device
+        zero = _zero(device)
+        rows, tiles = [], []
+        for i, piece in enumerate(same):
+            walked, mapped = (piece.full, piece.small) if walk_full else (piece.small, piece.full)
+            rows.append(piece.fields(walked, mapped, zero, len(tiles)))
+            n_rows, n_cols, rest = _matrix(walked)
+            tiles += [i] * (triton.cdiv(n_rows, BLOCK_R) * triton.cdiv(n_cols * rest, BLOCK_C))
+        table = tables.make(rows, device)
+        owner = _tiles(tuple(tiles), device)
+        with torch.cuda.device_of(same[0].full):
+            kernel[(len(tiles),)](
+                table, owner, *args, *(_DTYPES[d] for d in kinds), torch.float64 in kinds,
+                FIELDS, BLOCK_R, BLOCK_C, **flags,
+            )  # fmt: skip
+
+
+_zeros: dict[torch.device, Tensor] = {}
+_owners: dict[tuple[int, torch.device], Tensor] = {}
+
+
+def _zero(device: torch.device) -> Tensor:
+    """Where the start of an axis that is not sliced is read."""
+    if device not in _zeros:
+        _zeros[device] = torch.zeros(1, dtype=torch.int64, device=device)
+    return _zeros[device]
+
+
+def _tiles(tiles: tuple[int, ...], device: torch.device) -> Tensor:
+    """Which piece each tile belongs to; the same from step to step, so it is kept."""
+    key = hash(tiles), device
+    if key not in _owners:
+        if len(_owners) > 256:
+            _owners.clear()
+        if tables.capturing(device):
+            return tables.make([list(tiles)], device).view(-1)
+        _owners[key] = torch.tensor(tiles, dtype=torch.int64).to(device)
+    return _owners[key]
+
+
+# -- index arithmetic --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _tile(table, owner, FIELDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """The row of the table, and the rows and entries of this tile."""
+    program = tl.program_id(0)
+    d = table + tl.load(owner + program) * FIELDS
+    n_rows = tl.load(d + 2).to(tl.int32)
+    n_cols = tl.load(d + 3).to(tl.int32)
+    rest = tl.load(d + 4).to(tl.int32)
+    tile = program - tl.load(d + 22).to(tl.int32)
+    across = tl.cdiv(n_cols * rest, BLOCK_C)
+    r = tile // across * BLOCK_R + tl.arange(0, BLOCK_R)
+    e = tile % across * BLOCK_C + tl.arange(0, BLOCK_C)
+    if tl.load(d + 6) != 0:  # channels_last: the column is the fastest index
+        c = e % n_cols
+        k = e // n_cols
+    else:
+        c = e // rest
+        k = e % rest
+    return d, r, e, c, k, n_rows, n_cols * rest, rest
+
+
+@triton.jit
+def _source(i, d):
+    """Small index -> (full index, unit), by a start, size, width and inner at ``d``."""
+    start = tl.load(tl.load(d).to(tl.pointer_type(tl.int64))).to(tl.int32)
+    size = tl.load(d + 1).to(tl.int32)
+    width = tl.load(d + 2).to(tl.int32)
+    inner = tl.load(d + 3).to(tl.int32)
+    unit = start + i // inner % width
+    unit = tl.where(unit >= size, unit - size, unit)
+    return (i // (width * inner) * size + unit) * inner + i % inner, unit
+
+
+@triton.jit
+def _target(i, d):
+    """Full index -> (small index, kept, unit)."""
+    start = tl.load(tl.load(d).to(tl.pointer_type(tl.int64))).to(tl.int32)
+    size = tl.load(d + 1).to(tl.int32)
+    width = tl.load(d + 2).to(tl.int32)
+    inner = tl.load(d + 3).to(tl.int32)
+    unit = i // inner % size
+    offset = unit - start
+    offset = tl.where(offset < 0, offset + size, offset)
+    return (i // (size * inner) * width + offset) * inner + i % inner, offset < width, unit
+
+
+@triton.jit
+def _mapped(d, rr, cc, k, rest):
+    mapped_cols = tl.load(d + 5).to(tl.int32)
+    if tl.load(d + 6) != 0:  # noqa: SIM108
+        e = k * mapped_cols + cc
+    else:
+        e = cc * rest + k
+    return rr.to(tl.int64)[:, None] * (mapped_cols * rest) + e[None, :]
+
+
+@triton.jit
+def _scaled(value, d, row_unit, col_unit, row_in, col_in):
+    """Times what the slices are normalised with."""
+    value = value * tl.load(d + 17).to(tl.float64, bitcast=True).to(value.dtype)
+    at = tl.load(d + 15)
+    if at != 0:
+        scale = tl.load(at.to(tl.pointer_type(tl.float64)) + row_unit, mask=row_in, other=0)
+        value = value * scale.to(value.dtype)[:, None]
+    at = tl.load(d + 16)
+    if at != 0:
+        scale = tl.load(at.to(tl.pointer_type(tl.float64)) + col_unit, mask=col_in, other=0)
+        value = value * scale.to(value.dtype)[None, :]
+    return value
+
+
+# -- take and put ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _take_kernel(
+    table, owner, FULL: tl.constexpr, SMALL: tl.constexpr, WIDE: tl.constexpr,
+    FIELDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    d, r, e, c, k, n_rows, n_entries, rest = _tile(table, owner, FIELDS, BLOCK_R, BLOCK_C)
+    row_in = r < n_rows
+    col_in = e < n_entries
+    inside = row_in[:, None] & col_in[None, :]
+    rr, row_unit = _source(r, d + 7)
+    cc, col_unit = _source(c, d + 11)
+    full = tl.load(d).to(tl.pointer_type(FULL))
+    small = tl.load(d + 1).to(tl.pointer_type(SMALL))
+    value = tl.load(full + _mapped(d, rr, cc, k, rest), mask=inside, other=0)
+    value = _scaled(value.to(tl.float64 if WIDE else tl.float32), d, row_unit, col_unit, row_in, col_in)
+    tl.store(small + r.to(tl.int64)[:, None] * n_entries + e[None, :], value.to(SMALL), mask=inside)
+
+
+@triton.jit
+def _put_kernel(
+    table, owner, FULL: tl.constexpr, SMALL: tl.constexpr, WIDE: tl.constexpr,
+    FIELDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    d, r, e, c, k, n_rows, n_entries, rest = _tile(table, owner, FIELDS, BLOCK_R, BLOCK_C)
+    row_in = r < n_rows
+    col_in = e < n_entries
+    rr, row_kept, row_unit = _target(r, d + 7)
+    cc, col_kept, col_unit = _target(c, d + 11)
+    inside = row_in[:, None] & col_in[None, :]
+    kept = inside & row_kept[:, None] & col_kept[None, :]
+    full = tl.load(d).to(tl.pointer_type(FULL))
+    small = tl.load(d + 1).to(tl.pointer_type(SMALL))
+    value = tl.load(small + _mapped(d, rr, cc, k, rest), mask=kept, other=0)
+    value = _scaled(value.to(tl.float64 if WIDE else tl.float32), d, row_unit, col_unit, row_in, col_in)
+    tl.store(full + r.to(tl.int64)[:, None] * n_entries + e[None, :], value.to(FULL), mask=inside)
+
+
+def take(pieces: list[Piece]) -> None:
+    """Fill ``small`` of every piece from ``full``."""
+    _launch(_take_kernel, pieces, False, lambda p: (p.full.dtype, p.small.dtype))
+
+
+def put(pieces: list[Piece]) -> None:
+    """Fill ``full`` of every piece (uninitialised memory) with ``small`` in its place and zeros elsewhere."""
+    for p in pieces:
+        p.small = p.small.contiguous(memory_format=memory_format(p.full))
+    _launch(_put_kernel, pieces, True, lambda p: (p.full.dtype, p.small.dtype))
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _adam_kernel(
+    table, owner, lr, found_inf, grad_scale, less_beta1, less_beta2, log2_beta1, log2_beta2, weight_decay, eps,
+    FULL: tl.constexpr, SMALL: tl.constexpr, STATE: tl.constexpr, WIDE: tl.constexpr,
+    FIELDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    LR_LIVES_ON_DEVICE: tl.constexpr, STEP_LIVES_ON_DEVICE: tl.constexpr, FOUND_INF: tl.constexpr,
+    GRAD_SCALE: tl.constexpr, DECOUPLED: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr,
+):  # fmt: skip
+    d, r, e, c, k, n_rows, n_entries, rest = _tile(table, owner, FIELDS, BLOCK_R, BLOCK_C)
+    row_in = r < n_rows
+    col_in = e < n_entries
+    if FOUND_INF:  # GradScaler met an overflow: nothing is touched
+        row_in = row_in & (tl.load(found_inf + 0 * r) == 0)
+    inside = row_in[:, None] & col_in[None, :]
+    rr, row_unit = _source(r, d + 7)
+    cc, col_unit = _source(c, d + 11)
+    at = _mapped(d, rr, cc, k, rest)
+    params = tl.load(d).to(tl.pointer_type(FULL)) + at
+    averages = tl.load(d + 18).to(tl.pointer_type(STATE)) + at
+    squares = tl.load(d + 19).to(tl.pointer_type(STATE)) + at
+    grads = tl.load(d + 1).to(tl.pointer_type(SMALL)) + r.to(tl.int64)[:, None] * n_entries + e[None, :]
+    if LR_LIVES_ON_DEVICE:
+        lr = tl.load(lr)
+    step = tl.load(d + 21)
+    if STEP_LIVES_ON_DEVICE:
+        step = tl.load(step.to(tl.pointer_type(tl.float32)))
+    count = step.to(tl.float64)  # in float32, 1 - 0.999 ** 1 would be four digits
+    correction1 = (1 - tl.exp2(count * log2_beta1)).to(tl.float32)
+    correction2 = (1 - tl.exp2(count * log2_beta2)).to(tl.float32)
+
+    p = tl.load(params, mask=inside, other=0).to(tl.float32)
+    m = tl.load(averages, mask=inside, other=0).to(tl.float32)
+    v = tl.load(squares, mask=inside, other=0).to(tl.float32)
+    g = tl.load(grads, mask=inside, other=0).to(tl.float32)
+    g = _scaled(g, d, row_unit, col_unit, row_in, col_in)
+    if GRAD_SCALE:
+        g = g / tl.load(grad_scale)
+    if MAXIMIZE:
+        g = -g
+    if DECOUPLED:
+        p = p * (1 - lr * weight_decay)
+    else:
+        g = g + weight_decay * p
+    m = m + less_beta1 * (g - m)
+    v = v + less_beta2 * (g * g - v)
+    tl.store(averages, m.to(STATE), mask=inside)
+    tl.store(squares, v.to(STATE), mask=inside)
+    if AMSGRAD:
+        most = tl.load(d + 20).to(tl.pointer_type(STATE)) + at
+        v = tl.maximum(v, tl.load(most, mask=inside, other=0).to(tl.float32))
+        tl.store(most, v.to(STATE), mask=inside)
+    p = p - lr / correction1 * (m / (tl.sqrt(v) / tl.sqrt(correction2) + eps))
+    tl.store(params, p.to(FULL), mask=inside)
+
+
+@triton.jit
+def _sgd_kernel(
+    table, owner, lr, found_inf, grad_scale, momentum, weight_decay,
+    FULL: tl.constexpr, SMALL: tl.constexpr, STATE: tl.constexpr, WIDE: tl.constexpr,
+    FIELDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    LR_LIVES_ON_DEVICE: tl.constexpr, FOUND_INF: tl.constexpr, GRAD_SCALE: tl.constexpr,
+    MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
+):  # fmt: skip
+    d, r, e, c, k, n_rows, n_entries, rest = _tile(table, owner, FIELDS, BLOCK_R, BLOCK_C)
+    row_in = r < n_rows
+    col_in = e < n_entries
+    if FOUND_INF:  # GradScaler met an overflow: nothing is touched
+        row_in = row_in & (tl.load(found_inf + 0 * r) == 0)
+    inside = row_in[:, None] & col_in[None, :]
+    rr, row_unit = _source(r, d + 7)
+    cc, col_unit = _source(c, d + 11)
+    at = _mapped(d, rr, cc, k, rest)
+    params = tl.load(d).to(tl.pointer_type(FULL)) + at
+    grads = tl.load(d + 1).to(tl.pointer_type(SMALL)) + r.to(tl.int64)[:, None] * n_entries + e[None, :]
+    if LR_LIVES_ON_DEVICE:
+        lr = tl.load(lr)
+    p = tl.load(params, mask=inside, other=0).to(tl.float32)
+    g = tl.load(grads, mask=inside, other=0).to(tl.float32)
+    g = _scaled(g, d, row_unit, col_unit, row_in, col_in)
+    if GRAD_SCALE:
+        g = g / tl.load(grad_scale)
+    if MAXIMIZE:
+        g = -g
+    g = g + weight_decay * p
+    if MOMENTUM:
+        buffers = tl.load(d + 18).to(tl.pointer_type(STATE)) + at
+        b = momentum * tl.load(buffers, mask=inside, other=0).to(tl.float32) + g
+        tl.store(buffers, b.to(STATE), mask=inside)
+        if NESTEROV:  # noqa: SIM108
+            g = g + momentum * b
+        else:
+            g = b
+    tl.store(params, (p - lr * g).to(FULL), mask=inside)
+
+
+def _kinds(piece: Piece) -> tuple[torch.dtype, ...]:
+    return piece.full.dtype, piece.small.dtype, piece.state[0].dtype if piece.state else piece.full.dtype
+
+
+def adam(
+    pieces: list[Piece],
+    *,
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    weight_decay: float,
+    eps: float,
+    decoupled: bool,
+    amsgrad: bool,
+    maximize: bool,
+    found_inf: Tensor | None,
+    grad_scale: Tensor | None,
+) -> None:
+    """Adam over the slices of ``full`` and of ``state``; ``small`` is the gradient, ``step`` has been counted up."""
+    _launch(
+        _adam_kernel, pieces, False, _kinds,
+        lr, found_inf, grad_scale, *(1 - b for b in betas), *(math.log2(b) if b else -math.inf for b in betas),
+        weight_decay, eps,
+        LR_LIVES_ON_DEVICE=isinstance(lr, Tensor), STEP_LIVES_ON_DEVICE=pieces[0].step.is_cuda,  # type: ignore[union-attr]
+        FOUND_INF=found_inf is not None, GRAD_SCALE=grad_scale is not None,
+        DECOUPLED=decoupled, AMSGRAD=amsgrad, MAXIMIZE=maximize,
+    )  # fmt: skip
+
+
+def sgd(
+    pieces: list[Piece],
+    *,
+    lr: float | Tensor,
+    momentum: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool,
+    found_inf: Tensor | None,
+    grad_scale: Tensor | None,
+) -> None:
+    """SGD over the slices of ``full`` and of ``state``; ``small`` is the gradient."""
+    _launch(
+        _sgd_kernel, pieces, False, _kinds, lr, found_inf, grad_scale, momentum, weight_decay,
+        LR_LIVES_ON_DEVICE=isinstance(lr, Tensor), FOUND_INF=found_inf is not None, GRAD_SCALE=grad_scale is not None,
+        MOMENTUM=momentum != 0, NESTEROV=nesterov, MAXIMIZE=maximize,
+    )  # fmt: skip
