@@ -1,0 +1,102 @@
+"""Does a slice pay here? Answers from measurements, never from rules of thumb.
+
+``payoff_table.json`` holds what ``benchmarks/payoff.py`` measured: forward and backward of two layers with sliced units
+between them, in percent of the full pair, for several sizes, batches and rates on each kind of device. Where nothing
+comparable was measured, nothing is claimed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TABLE = Path(__file__).with_name("payoff_table.json")
+NEAR = 2.0
+"""Sizes and batches up to this factor apart are taken to behave alike."""
+
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "bf16", torch.float32: "tf32"}
+
+
+def default_align(size: int, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> int:
+    """The alignment for widths and starts of a layer of ``size`` units on a kind of device.
+
+    The smallest one that was measured to be about as fast as any, as far as it divides the size and leaves sixteen
+    steps in it, so that rates are met and draws differ. Never below what :class:`~sliceout.Slice` takes by itself: a
+    model that is converted on a CPU may be trained elsewhere.
+
+    Example:
+        >>> default_align(12), default_align(1001)
+        (1, 1)
+    """
+    if size < 64:
+        return 1
+    found = [e["align"] for e in _entries(torch.device(device), dtype) if e["align"] is not None]
+    align = math.gcd(size, max([8, *found]))
+    while align > 8 and align * 16 > size:
+        align //= 2
+    return align
+
+
+def cannot_pay(
+    kind: str,
+    size: int,
+    width: int,
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+    rows: int | None = None,
+) -> str | None:
+    """Why slicing ``size`` units down to ``width`` was measured not to save time; ``None`` if it may.
+
+    Args:
+        kind: ``"linear"`` or ``"conv"``.
+        size, width: units of the group, and how many of them are kept.
+        device: where the model lives.
+        dtype: of its products: that of autocast, or of the weights. Left out, any of those measured may pay.
+        rows: rows (tokens, pixels) of a training batch. Left out, the batch that suits slices best counts: what does
+            not pay there pays nowhere.
+    """
+    if not 0 < width < size:
+        return None
+    best: tuple[float, dict[str, Any]] | None = None
+    for entry in _entries(torch.device(device), dtype):
+        ratios = _alike(entry["pays"], kind, size, 1 - width / size, rows)
+        if not ratios:
+            return None
+        if best is None or min(ratios) < best[0]:
+            best = min(ratios), entry
+    if best is None or best[0] < 1:
+        return None
+    where = f"{best[1]['machine']} (measured: {best[0]:.0%} of the full layers' time; {best[1]['file']})"
+    return f"{size} units: a slice of {width} cannot pay on {where}"
+
+
+def _alike(measured: list[Any], kind: str, size: int, rate: float, rows: int | None) -> list[float]:
+    """For each batch that was measured, the ratio at the nearest size and rate."""
+    near: dict[int, tuple[float, float]] = {}
+    for its_kind, its_size, its_rows, its_rate, ratio in measured:
+        alike = its_kind == kind and _near(its_size, size) and (rows is None or _near(its_rows, rows))
+        distance = abs(its_rate - rate) + abs(math.log(its_size / size))
+        if alike and distance < near.get(its_rows, (math.inf, 0.0))[0]:
+            near[its_rows] = distance, ratio
+    return [ratio for _, ratio in near.values()]
+
+
+def _near(a: float, b: float) -> bool:
+    return 1 / NEAR <= a / b <= NEAR
+
+
+def _entries(device: torch.device, dtype: torch.dtype | None) -> list[dict[str, Any]]:
+    """What was measured on this kind of device; on a GPU, in the precision that ``dtype`` means there."""
+    by_name = _table().get(device.type, {})
+    wanted = _NAMES.get(dtype) if dtype is not None and device.type == "cuda" else None
+    return [entry for name, entry in by_name.items() if wanted in (None, name)]
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    return json.loads(TABLE.read_text()) if TABLE.is_file() else {}
