@@ -180,7 +180,8 @@ def test_resized_crops_read_the_box_they_are_given() -> None:
 
 def test_resized_crops_have_the_usual_areas_and_ratios() -> None:
     aspects = torch.full((20_000,), 4 / 3, dtype=torch.float64)
-    x, y, width, height, mirror = augment.draw_boxes(aspects, augment.generator(0)).double().unbind(1)
+    chance = torch.rand(20_000, 5, generator=augment.generator(0), dtype=torch.float64)
+    x, y, width, height, mirror = augment.random_boxes(aspects, chance).double().unbind(1)
     area, ratio = width * height, width * aspects / height
     assert area.min() > 0.079
     assert 0.50 < area.mean() < 0.54  # a little less than (0.08 + 1) / 2: boxes that do not fit are cut

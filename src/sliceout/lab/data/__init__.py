@@ -1,10 +1,11 @@
 """Data sets that the lab trains on: read from their official files, fed in batches that are made on the device."""
 
-from .catalogue import DATASETS, NAMES, load
+from .catalogue import DATASETS, NAMES
 from .fashion import fashion_mnist, read_folder
 from .feeds import Feed, feed
 from .files import DataError
 from .idx import read_idx, write_idx
+from .load import load
 from .sets import ImageFolder, Images, Tokens
 
 __all__ = [

@@ -59,30 +59,27 @@ def crop(padded: Tensor, rows: Tensor, draws: Tensor, margin: int = PAD) -> Tens
     return last[rows[:, None, None], lines[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
-def draw_boxes(aspects: Tensor, rng: torch.Generator) -> Tensor:
+def random_boxes(aspects: Tensor, chance: Tensor) -> Tensor:
     """Random resized crops: ``[n, 5]`` of x and y of the centre, width, height, and 1 or -1 (mirrored).
 
-    All are parts of the image's own width and height.
-
-    As usual for ImageNet: a part of the area between 0.08 and 1, a ratio of width by height between 3/4 and 4/3. A box
-    that would not fit is cut down to the image's size.
+    All are parts of the image's own width and height. As usual for ImageNet: a part of the area between 0.08 and 1, a
+    ratio of width by height between 3/4 and 4/3. A box that would not fit is cut down to the image's size.
 
     Args:
         aspects: width by height of each image, ``[n]``.
+        chance: evenly distributed between 0 and 1, ``[n, 5]``.
     """
-    n = len(aspects)
-    u = torch.rand(n, 5, generator=rng, dtype=torch.float64)
-    area = SCALES[0] + (SCALES[1] - SCALES[0]) * u[:, 0]
+    area = SCALES[0] + (SCALES[1] - SCALES[0]) * chance[:, 0]
     low, high = map(math.log, RATIOS)
-    ratio = torch.exp(low + (high - low) * u[:, 1])
+    ratio = torch.exp(low + (high - low) * chance[:, 1])
     width = (area * ratio / aspects).sqrt().clamp(max=1)
     height = (area / ratio * aspects).sqrt().clamp(max=1)
-    x, y = width / 2 + (1 - width) * u[:, 2], height / 2 + (1 - height) * u[:, 3]
-    return torch.stack((x, y, width, height, torch.where(u[:, 4] < 0.5, 1.0, -1.0)), 1).float()
+    x, y = width / 2 + (1 - width) * chance[:, 2], height / 2 + (1 - height) * chance[:, 3]
+    return torch.stack((x, y, width, height, torch.where(chance[:, 4] < 0.5, 1.0, -1.0)), 1).float()
 
 
 def centre_boxes(aspects: Tensor) -> Tensor:
-    """The square in the middle of each image, 7/8 of its shorter side, in the form of ``draw_boxes``."""
+    """The square in the middle of each image, 7/8 of its shorter side, in the form of ``random_boxes``."""
     width, height = CENTRE * (1 / aspects).clamp(max=1), CENTRE * aspects.clamp(max=1)
     half, one = torch.full_like(width, 0.5), torch.ones_like(width)
     return torch.stack((half, half, width, height, one), 1).float()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from . import cifar, fashion, places
+from . import cifar, fashion, folder, places, text, tiny
+from .bpe import Corpus
 from .files import DataError
 from .sets import ImageFolder, Images, Tokens
 
@@ -28,7 +29,11 @@ class Dataset:
     name: str
     title: str
     layouts: tuple[Layout, ...]
-    read: Callable[[Path], Loaded]
+    read: Callable[..., Loaded] | None = None
+    """Reads a folder; images that have one size only on request take it as a second argument."""
+    corpus: Callable[[Path], Corpus] | None = None
+    """For text, instead of ``read``: finds the files in a folder."""
+    sized: bool = False
     elsewhere: tuple[Path, ...] = ()
     """Further places, after the usual ones."""
 
@@ -67,33 +72,43 @@ class Dataset:
         )
 
 
-def _fashion_mnist(folder: Path) -> Images:
-    return fashion.read_folder(folder, "FashionMNIST")
+def _idx(title: str) -> Callable[[Path], Images]:
+    return lambda folder: fashion.read_folder(folder, title)
 
 
-def _mnist(folder: Path) -> Images:
-    return fashion.read_folder(folder, "MNIST")
+_BINARY = tuple(f"{batch}.bin" for batch in (*cifar.BATCHES, "test_batch"))
+_LM1B = (
+    f"{text.LM1B_TRAIN}/{text.LM1B_SHARDS[0]}",
+    *(f"{text.LM1B_HELD_OUT}/{shard}" for shard in (text.LM1B_TEST, text.LM1B_VALID)),
+)
+_LM1B_FOLDER = "1-billion-word-language-modeling-benchmark-r13output"
+_TXT = ("train.txt", "valid.txt", "test.txt")
 
 
-_IDX = tuple(f"{name}" for name in fashion.FILES)
+def _wiki(name: str) -> tuple[Layout, ...]:
+    splits = ("train", "valid", "test")
+    return (
+        Layout((name, "."), tuple(f"wiki.{split}.tokens" for split in splits)),
+        Layout((f"{name}-raw", name, "."), tuple(f"wiki.{split}.raw" for split in splits)),
+    )
+
+
 DATASETS = {
     d.name: d
     for d in (
-        Dataset("mnist", "MNIST", (Layout(("mnist", "MNIST/raw", "."), _IDX),), _mnist),
+        Dataset("mnist", "MNIST", (Layout(("mnist", "MNIST/raw", "."), fashion.FILES),), _idx("MNIST")),
         Dataset(
             "fashion-mnist",
             "FashionMNIST",
-            (Layout(("fashion-mnist", "FashionMNIST/raw", "."), _IDX),),
-            _fashion_mnist,
+            (Layout(("fashion-mnist", "FashionMNIST/raw", "."), fashion.FILES),),
+            _idx("FashionMNIST"),
             elsewhere=(fashion.DEBIAN,),
         ),
         Dataset(
             "cifar-10",
             "CIFAR-10",
             (
-                Layout(
-                    ("cifar-10-batches-bin", "cifar-10", "."), tuple(f"{b}.bin" for b in (*cifar.BATCHES, "test_batch"))
-                ),
+                Layout(("cifar-10-batches-bin", "cifar-10", "."), _BINARY),
                 Layout(("cifar-10-batches-py", "cifar-10", "."), (*cifar.BATCHES, "test_batch")),
             ),
             cifar.cifar_10,
@@ -107,36 +122,32 @@ DATASETS = {
             ),
             cifar.cifar_100,
         ),
+        Dataset("imagenet", "ImageNet", (Layout(("imagenet", "."), ("train", "val")),), folder.image_folder),
+        Dataset(
+            "tiny-imagenet",
+            "Tiny ImageNet",
+            (Layout(("tiny-imagenet-200", "tiny-imagenet", "."), ("wnids.txt", "val/val_annotations.txt")),),
+            tiny.tiny_imagenet,
+            sized=True,
+        ),
+        Dataset(
+            "tiny-imagenet-100",
+            "Tiny ImageNet, 100 of its classes",
+            (Layout(("tiny-imagenet-100", "."), ("index.json", "train-0.bin", "val.bin")),),
+            tiny.tiny_imagenet_100,
+            sized=True,
+        ),
+        Dataset("wikitext-2", "WikiText-2", _wiki("wikitext-2"), corpus=text.wikitext),
+        Dataset("wikitext-103", "WikiText-103", _wiki("wikitext-103"), corpus=text.wikitext),
+        Dataset("lm1b", "LM1B", (Layout((_LM1B_FOLDER, "lm1b", "."), _LM1B),), corpus=text.lm1b),
+        Dataset(
+            "lm1b-slice",
+            "a slice of LM1B's held-out sentences",
+            (Layout(("lm1b-slice", "."), ("dev.tokens", "test.tokens")),),
+            corpus=text.lm1b_slice,
+        ),
+        Dataset("english-books", "English books", (Layout(("english-books", "."), _TXT),), corpus=text.splits),
     )
 }
-NAMES = ("fashion-mnist-8k", *DATASETS)
-
-
-def load(name: str, folder: Path | str | None = None, *, subset: int | None = None) -> Loaded:
-    """Load a data set by name.
-
-    Args:
-        name: one of ``NAMES``.
-        folder: where to look; ``None`` looks in ``$SLICEOUT_DATA``, ``./data`` and ``~/.cache/sliceout``.
-        subset: only so many training samples: of images, the first ones of every class alike; of text, the first
-            tokens. The test data stays whole.
-
-    Raises:
-        DataError: if the data set is unknown, not there or damaged.
-
-    Example:
-        >>> len(load("fashion-mnist-8k", subset=1000).train)
-        1000
-    """
-    if name == "fashion-mnist-8k":
-        loaded: Loaded = fashion.fashion_mnist()
-    elif name in DATASETS:
-        loaded = DATASETS[name].read(DATASETS[name].require(None if folder is None else Path(folder)))
-    else:
-        raise DataError(f"unknown data set {name!r}; known: {', '.join(NAMES)}")
-    loaded = replace(loaded, name=name)
-    if subset is None:
-        return loaded
-    if not 1 <= subset <= len(loaded.train):
-        raise DataError(f"subset={subset}: expected 1 to {len(loaded.train)}, the training samples of {name}")
-    return loaded.first(subset)
+BUNDLED = "fashion-mnist-8k"
+NAMES = (BUNDLED, *DATASETS)

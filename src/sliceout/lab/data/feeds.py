@@ -176,7 +176,8 @@ class ImageFeed(Feed):
             return aug.draw_crops(count, rng)
         if self.augment == "imagenet":
             aspect = self.data.train.shape[-1] / self.data.train.shape[-2]
-            return aug.draw_boxes(torch.full((count,), aspect, dtype=torch.float64), rng)
+            chance = torch.rand(count, 5, generator=rng, dtype=torch.float64)
+            return aug.random_boxes(torch.full((count,), aspect, dtype=torch.float64), chance)
         return None
 
     def _images(self, images: Tensor, rows: Tensor, draws: Tensor | None) -> Tensor:
@@ -211,11 +212,13 @@ class TokenFeed(Feed):
     def __init__(self, data: Tokens, share: Share, device: torch.device, sequence: int) -> None:
         self.data, self.share, self.device, self.batch, self.sequence = data, share, device, share.batch, sequence
         windows = (len(data.train) - sequence) // sequence  # what is left at the largest offset, less a last target
-        self.windows, self.steps = windows, share.steps(windows)
+        self.windows, self.steps = windows, share.steps(max(0, windows))
         self._train = data.train.to(device)
         self._at_once = max(1, MADE_AT_ONCE // (16 * self.batch * sequence))
 
     def epoch(self, seed: int, epoch: int, start: int = 0) -> Iterator[Batch]:
+        if not self.steps:
+            raise LabError(f"{self.data.name}: has no text to train on, it is for evaluation only")
         rng = aug.generator(seed, epoch)
         order = torch.randperm(self.windows, generator=rng)
         offset = int(torch.randint(self.sequence, (), generator=rng))
@@ -293,6 +296,8 @@ def _check(loaded: Any, batch: int, augment: str, normalise: str, sequence: int,
         raise LabError(f"rank={rank}: expected 0 <= rank < world = {world}")
     count = len(loaded.train)
     if isinstance(loaded, Tokens):
+        if not count:
+            return  # text for evaluation only
         if augment != "none":
             raise LabError(f"augment={augment!r}: is for images, {loaded.name} is text")
         need, what = sequence * (batch * world + 1), "tokens"

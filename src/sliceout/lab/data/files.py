@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import lzma
+import os
 import zlib
 from pathlib import Path
 
@@ -50,6 +51,16 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: is not UTF-8 text (byte {error.start}: {error.reason})") from error
     return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
+
+
+def may_write(folder: Path) -> bool:
+    """Whether a folder (or the nearest one above it that is there) is meant to be written to.
+
+    The superuser can write anywhere; a folder that nobody has leave to write to is left alone all the same.
+    """
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return os.access(folder, os.W_OK) and bool(folder.stat().st_mode & 0o222)
 
 
 def digest(path: Path, algorithm: str) -> str:

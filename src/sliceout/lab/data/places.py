@@ -28,10 +28,13 @@ def home(folder: Path | None = None) -> Path:
 
 
 def find(places: Iterable[Path], inside: Iterable[str], files: Iterable[str]) -> Path | None:
-    """The first folder that holds all the files (packed or not): in each place, the folders ``inside`` in turn."""
+    """The first folder that holds all the files (packed or not): in each place, the folders ``inside`` in turn.
+
+    A file may also be a folder: ImageNet is told by its ``train`` and ``val``.
+    """
     inside, files = tuple(inside), tuple(files)
     for place in places:
         for name in inside:
-            if all(present(place / name, file) for file in files):
+            if all(present(place / name, file) or (place / name / file).is_dir() for file in files):
                 return place / name
     return None
