@@ -13,7 +13,7 @@ import torch
 
 import sliceout
 from sliceout.lab import LabError, cli, models
-from sliceout.lab.bench import cases, files, run, show, worker
+from sliceout.lab.bench import cases, files, page, run, show, worker
 from sliceout.lab.bench.cases import Case
 from sliceout.lab.bench.floor import narrow_, widths
 from sliceout.lab.bench.work import build, step_of
@@ -234,3 +234,26 @@ def test_the_table_of_a_file_is_printed_again(tmp_path: Path, capsys) -> None:
     assert "abacus" in printed
     assert "50 %" in printed
     assert json.loads((tmp_path / "a.json").read_text())["cases"][0]["ms"] == 10
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_page_is_what_the_command_makes_now() -> None:
+    assert (ROOT / "docs" / "performance.md").read_text() == page.page(ROOT), "run sliceout bench --docs"
+
+
+def test_the_page_says_what_was_met_and_what_was_missed(tmp_path: Path) -> None:
+    (tmp_path / "results" / "bench").mkdir(parents=True)
+    assert "Not measured yet" in page.page(tmp_path)
+    about = {"device": "X", "torch": "2", "date": "2026-01-01", "threads": 1, "cuda": "13"}
+    result = files.ResultFile(
+        tmp_path / "results" / "bench" / "x.json", {"machine": about, "revision": "r", "command": "c"}
+    )
+    wide = Case("wrn-28-10", 128, "standard", mode="compiled")
+    for scheme, ms, memory in (("standard", 10.0, 1000), ("floor", 6.0, 600), ("sliceout", 6.12, 700)):
+        result.add(row(replace(wide, scheme=scheme), ms, max_reserved=memory))
+    text = page.page(tmp_path)
+    assert "| 61.2%, met (at most 69.0%) | 102.0%, met (at most 102.5%) | 70.0%, **missed** (at most 66.0%) |" in text
