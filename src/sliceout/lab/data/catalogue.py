@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import cifar, fashion, folder, places, text, tiny
 from .bpe import Corpus
-from .files import DataError
+from .files import DataError, present, read
+from .official import CONTENTS
 from .sets import ImageFolder, Images, Tokens
 
 Loaded = Images | Tokens | ImageFolder
@@ -72,8 +74,21 @@ class Dataset:
         )
 
 
-def _idx(title: str) -> Callable[[Path], Images]:
-    return lambda folder: fashion.read_folder(folder, title)
+def _idx(name: str, title: str) -> Callable[[Path], Images]:
+    """MNIST and FashionMNIST have files of the same names: whoever mixes them up is told so by their labels."""
+
+    def load(folder: Path) -> Images:
+        images = fashion.read_folder(folder, title)
+        labels = fashion.FILES[1]
+        path = present(folder, labels)
+        assert path is not None
+        found = hashlib.sha256(read(path)).hexdigest()
+        other = next((n for n in ("mnist", "fashion-mnist") if n != name and CONTENTS[n][labels][1] == found), None)
+        if other is not None:
+            raise DataError(f"{path}: is a file of {other}, not of {name}")
+        return images
+
+    return load
 
 
 _BINARY = tuple(f"{batch}.bin" for batch in (*cifar.BATCHES, "test_batch"))
@@ -96,12 +111,12 @@ def _wiki(name: str) -> tuple[Layout, ...]:
 DATASETS = {
     d.name: d
     for d in (
-        Dataset("mnist", "MNIST", (Layout(("mnist", "MNIST/raw", "."), fashion.FILES),), _idx("MNIST")),
+        Dataset("mnist", "MNIST", (Layout(("mnist", "MNIST/raw", "."), fashion.FILES),), _idx("mnist", "MNIST")),
         Dataset(
             "fashion-mnist",
             "FashionMNIST",
             (Layout(("fashion-mnist", "FashionMNIST/raw", "."), fashion.FILES),),
-            _idx("FashionMNIST"),
+            _idx("fashion-mnist", "FashionMNIST"),
             elsewhere=(fashion.DEBIAN,),
         ),
         Dataset(

@@ -100,6 +100,7 @@ class _Unpickler(pickle.Unpickler):
             ("numpy", "ndarray"): np.ndarray,
             ("numpy", "dtype"): np.dtype,
             ("_codecs", "encode"): codecs.encode,  # how pickles of Python 3 in protocol 2 spell bytes
+            ("__builtin__", "bytes"): bytes,  # and an empty one
         }
         try:
             return allowed[module.rpartition(".")[2], name]
