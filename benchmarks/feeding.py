@@ -22,7 +22,7 @@ from sliceout.lab import experiment as experiments
 from sliceout.lab import results
 from sliceout.lab.train.clock import Clock
 from sliceout.lab.train.distributed import Ranks
-from sliceout.lab.train.loop import Record, _example, _make_step, steps
+from sliceout.lab.train.loop import Record, example, make, steps
 from sliceout.lab.train.progress import Show
 from sliceout.lab.train.setup import Training
 from sliceout.lab.train.stop import Stop
@@ -60,19 +60,19 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     record, stop = Record(), Stop()
     show = Show("feeding", t.total, given.rounds, Console(), quiet=True)
     t.learner.train()
-    step = _make_step(t, record)
-    x, y = (tensor.clone(memory_format=torch.preserve_format) for tensor in _example(t))
+    make(t, record)
+    x, y = (tensor.clone(memory_format=torch.preserve_format) for tensor in example(t))
     losses = torch.zeros((), device=t.device)
     bare, fed = [], []
     for number in range(given.rounds):
         _synchronise(t.device)
         began = time.perf_counter()
         for _ in range(t.steps):
-            step(x, y)
+            t.step(x, y)
         _synchronise(t.device)
         bare.append(1000 * (time.perf_counter() - began) / t.steps)
         clock = Clock(t.device, t.steps)
-        step = steps(t, step, record, (number + 1) * t.steps, losses, clock, show, stop)
+        steps(t, record, (number + 1) * t.steps, losses, clock, show, stop)
         clock.pause()
         fed.append(1000 * clock.seconds / t.steps)
         print(f"round {number + 1}: bare {bare[-1]:.3f} ms, in the loop {fed[-1]:.3f} ms", flush=True)

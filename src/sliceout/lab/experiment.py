@@ -184,8 +184,9 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     base = raw.pop("extends", None)
     if base is None:
         return raw
-    parent = path.parent / f"{base}.toml"
-    if parent in (*seen, path) or not parent.is_file():
+    places = [folder / f"{base}.toml" for folder in (path.parent, FOLDER)]
+    parent = next((p for p in places if p.is_file() and p not in (*seen, path)), None)
+    if parent is None:
         raise LabError(f"{path}: extends {base!r}, which is no experiment{near(str(base), names())}")
     return merge(_read(parent, (*seen, path)), raw)
 

@@ -50,13 +50,13 @@ class Ranks:
             value /= self.world
         return value
 
-    def highest(self, number: int, step: int) -> int:
+    def highest(self, number: int, step: int = 0) -> int:
         """The highest of all processes' numbers, asked for every few steps; 0 in between."""
         if self.world == 1:
             return number
         if step % self.CHECK_EVERY:
             return 0
-        told = torch.tensor(number)
+        told = torch.tensor(int(number))
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self.control)
         return int(told)
 

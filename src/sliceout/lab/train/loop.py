@@ -7,6 +7,7 @@ goes on as if it had not been.
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import time
@@ -25,7 +26,7 @@ from ..experiment import SLICED, Job
 from .checkpoint import Checkpoints, writing
 from .clock import Clock, spread
 from .distributed import Ranks
-from .modes import Step, autocast, make_step
+from .modes import autocast, make_step
 from .progress import Show
 from .setup import Training
 from .stop import Stop, Stopped
@@ -86,8 +87,8 @@ def run(job: Job, settings: Settings, console: Console | None = None) -> dict[st
                 quiet=settings.quiet or not ranks.first)  # fmt: skip
     store = Checkpoints(folder, show.say)
     if settings.prepare_only:
-        make_step(job.config["mode"], training.learner.train(), training.optimizer, _example(training),
-                  job.config["precision"])  # fmt: skip
+        training.learner.train()
+        make(training, Record())
         return {}
     if ranks.first:
         store.claim()
@@ -116,7 +117,6 @@ def _fit(t: Training, store: Checkpoints, settings: Settings, stop: Stop, show: 
         show.say(f"going on at step {record.step:,} of {t.total:,}")
     joules = energy.meter(t.device) if settings.concurrent == 1 else None  # the counter is of the whole GPU
     losses = torch.zeros((), device=t.device)
-    step: Step | None = None
     saved = time.monotonic()
     show.start(record.step)
     while record.step < t.total:
@@ -124,77 +124,80 @@ def _fit(t: Training, store: Checkpoints, settings: Settings, stop: Stop, show: 
         end = (number + 1) * t.steps
         losses.fill_(record.losses)
         t.learner.train()
-        if step is None:
-            step = _make_step(t, record)
+        if t.step is None:
+            make(t, record)
             show.start(record.step)
         _reset_peak(t.device)
         used = joules() if joules else None
         clock = Clock(t.device, t.steps)
-        try:
-            step = steps(t, step, record, end, losses, clock, show, stop)
-        except Stopped:
-            record.losses, record.seconds = float(losses), record.seconds + clock.seconds
-            record.times += clock.milliseconds
-            _save(t, record, store)
-            raise
+        signum = steps(t, record, end, losses, clock, show, stop)
         clock.pause()
         if joules and used is not None:
             record.joules = (record.joules or 0.0) + joules() - used
-        _note_peak(t.device, record)
+        _note_peak(t, record)
+        record.times += clock.milliseconds
+        record.seconds += clock.seconds
+        if record.step < end:  # in the middle of an epoch
+            record.losses = float(losses)
+            _save(t, record, store)
+            raise _stopped(t, record, signum)
         loss = float(t.ranks.mean(losses)) / t.steps
         if not math.isfinite(loss):
             raise LabError(
                 f"{show.title}: the loss is {loss} in epoch {number + 1}: training diverged, no result was written. "
                 "A lower learning rate or rate of dropping may help"
             )
-        record.times += clock.milliseconds
-        seconds = record.seconds + clock.seconds
-        entry = {"epoch": number + 1, "loss": loss, **evaluate(t), "lr": t.lr, "seconds": seconds}
-        entry["ms_per_step"] = statistics.median(clock.milliseconds) if clock.milliseconds else 1000 * seconds / t.steps
+        entry = {"epoch": number + 1, "loss": loss, **evaluate(t), "lr": t.lr, "seconds": record.seconds}
+        entry["ms_per_step"] = statistics.median(clock.milliseconds)
         record.epochs.append(entry)
         record.losses = record.seconds = 0.0
         show.epoch(entry, record.step)
         if writer is not None:
             for key in entry.keys() - {"epoch"}:
                 writer.add_scalar(key, entry[key], number + 1)
-        late = t.ranks.gather(time.monotonic() - saved >= settings.checkpoint_seconds)[0]
-        if record.step < t.total and (late or stop.signum):
+        signum = t.ranks.highest(stop.signum)
+        late = t.ranks.highest(time.monotonic() - saved >= settings.checkpoint_seconds)
+        if record.step < t.total and (late or signum):
             _save(t, record, store)
             saved = time.monotonic()
+            if signum:
+                raise _stopped(t, record, signum)
     if writer is not None:
         writer.close()
     return record
 
 
-def steps(
-    t: Training, step: Step, record: Record, end: int, losses: Tensor, clock: Clock, show: Show, stop: Stop
-) -> Step:
-    """Train up to step ``end``, adding up ``losses``; returns the step, which the beginning of the tail makes anew."""
+def steps(t: Training, record: Record, end: int, losses: Tensor, clock: Clock, show: Show, stop: Stop) -> int:
+    """Train up to step ``end``, adding up ``losses``, unless a signal comes, which is returned."""
     for x, y in t.batches(record.step, end - record.step):
         if _tail_begins(t, record):
             clock.pause()
-            step = _make_step(t, record)
+            make(t, record)
             clock.go()
         t.set_rate(record.step / t.total)
-        losses += step(x, y)
+        losses += t.step(x, y)  # type: ignore[misc]
         record.step += 1
         clock.tick()
         show.step(record.step, record.step - end + t.steps, losses)
-        if (signum := t.ranks.highest(stop.signum, record.step)) and record.step < t.total:
-            clock.pause()
-            raise Stopped(
-                f"stopped at step {record.step:,} of {t.total:,}; the same command goes on from there", signum
-            )
-    return step
+        if signum := t.ranks.highest(stop.signum, record.step):
+            return signum
+    return 0
 
 
-def _make_step(t: Training, record: Record) -> Step:
+def _stopped(t: Training, record: Record, signum: int) -> Stopped:
+    return Stopped(f"stopped at step {record.step:,} of {t.total:,}; the same command goes on from there", signum)
+
+
+def make(t: Training, record: Record) -> None:
+    """Make the step for where the run stands."""
+    t.step = None  # and with it the memory of its graph
     _tail_begins(t, record)
     t.set_rate(record.step / t.total)
-    return make_step(t.config["mode"], t.learner, t.optimizer, _example(t), t.config["precision"])
+    t.step = make_step(t.config["mode"], t.learner, t.optimizer, example(t), t.config["precision"])
+    _forget_unused(t.device)
 
 
-def _example(t: Training) -> tuple[Tensor, Tensor]:
+def example(t: Training) -> tuple[Tensor, Tensor]:
     return next(iter(t.feed.epoch(t.job.seed, 0)))  # real images: zeros would upset batch norm's statistics
 
 
@@ -219,9 +222,8 @@ def evaluate(t: Training) -> dict[str, float]:
         sums[1] += (output.argmax(-1) == target).sum()
         count += len(target)
     loss, right = sums.tolist()
-    if t.device.type == "cuda":
-        del x, y, output
-        torch.cuda.empty_cache()  # what testing took is not training's
+    del x, y, output
+    _forget_unused(t.device)
     mean = loss / count
     if not t.text:
         return {"test_loss": mean, "accuracy": right / count}
@@ -286,10 +288,19 @@ def _reset_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def _note_peak(device: torch.device, record: Record) -> None:
+def _note_peak(t: Training, record: Record) -> None:
+    """CUDA graphs keep their activations in a pool that counts as reserved only: no peak of live tensors is known."""
+    if t.device.type == "cuda":
+        record.max_reserved = max(record.max_reserved or 0, torch.cuda.max_memory_reserved(t.device))
+        if t.config["mode"] == "eager":
+            record.max_allocated = max(record.max_allocated or 0, torch.cuda.max_memory_allocated(t.device))
+
+
+def _forget_unused(device: torch.device) -> None:
+    """What testing, compiling and warming up took is not training's."""
     if device.type == "cuda":
-        record.max_allocated = max(record.max_allocated or 0, torch.cuda.max_memory_allocated(device))
-        record.max_reserved = max(record.max_reserved or 0, torch.cuda.max_memory_reserved(device))
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _tensorboard(t: Training, store: Checkpoints, settings: Settings) -> Any:

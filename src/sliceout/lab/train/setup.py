@@ -16,7 +16,7 @@ from ... import Tail, convert_
 from .. import LabError, data, models
 from ..experiment import Job
 from .distributed import Ranks
-from .modes import set_precision
+from .modes import Step, set_precision
 from .rates import learning_rate
 
 
@@ -51,6 +51,7 @@ class Training:
         self.tail = Tail(self.model, config["tail"]) if config["tail"] else None
         self._rate_at = learning_rate(config["optimizer"]["lr"], config["schedule"], config["tail"])
         self.lr = math.nan
+        self.step: Step | None = None
 
     def set_rate(self, progress: float) -> None:
         """The learning rate of the next step; nothing happens unless it changes."""
