@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from . import optim
+from . import distributed, optim
 from .slices import Slice, Slices
 
 # -- the slices of a model ---------------------------------------------------------------------------------------------
@@ -114,6 +114,7 @@ def watch(layer: nn.Module) -> None:
         _hook = register_optimizer_step_post_hook(_hook_for_any_mode)
     if any(s.grads == "compact" for s in _slices_of([layer])):
         optim.watch()
+        distributed.watch()
     _layers[layer] = None
     _held.clear()
 

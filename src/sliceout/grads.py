@@ -114,6 +114,10 @@ class SlicedGrad(Tensor):
         self.empty = False
         return self.small
 
+    def replace_(self, values: Tensor) -> None:
+        """Hold these values at the same place instead: memory of ours from now on."""
+        self._become(self, values, owned=True)
+
     def dense(self) -> Tensor:
         """The whole gradient, as an ordinary tensor."""
         if self.full is not None:
