@@ -12,7 +12,8 @@ import typer
 from . import LabError
 
 INTERRUPTED = 130  # the exit code that shells use for it
-COMMANDS = ("demo", "inspect", "theory", "bench", "train", "reproduce")  # modules of ``commands``, as in the help
+COMMANDS = ("demo", "inspect", "theory", "data", "bench", "train", "reproduce", "report")
+"""Modules of ``commands``, in the order of the help."""
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
