@@ -156,8 +156,8 @@ def _verdict(value: float | None, wanted: float | None) -> str:
 
 def _payoff(folder: Path) -> list[str]:
     parts = [
-        "Two layers with sliced units between them, forward and backward, in percent of the time of the full pair; the\n"
-        "floor is the same pair at the sliced width. Above 100 % the slice costs more than it saves.\n"
+        "Two layers with sliced units between them, forward and backward, in percent of the time of the full pair;\n"
+        "the floor is the same pair at the sliced width. Above 100 % the slice costs more than it saves.\n"
         "`python benchmarks/payoff.py` measures, `--write-table` hands it to the library (`sliceout.payoff`).\n"
     ]
     for path in sorted((folder / "results" / "payoff").glob("*.json")):

@@ -52,7 +52,8 @@ class Worker:
     def _listen(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.lines.put(line)
+            if line.startswith("{"):  # compilers print what they like
+                self.lines.put(line)
         self.lines.put(None)
 
     def answer(self, until: float) -> dict[str, Any] | None:
