@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .. import LabError
 from .co2 import Carbon
-from .load import Measured, load
+from .reading import Measured, load
 
 __all__ = ["Carbon", "Measured", "load", "write"]
 

@@ -11,8 +11,8 @@ from .compare import Compared, compare
 from .figures import Drawn
 from .findings import DATA, findings
 from .groups import Group, group, scaling_in_words
-from .load import Measured
 from .page import Block, Bullets, Figures, Heading, Page, Text
+from .reading import Measured
 from .timing import steps
 
 PAPERS_CURVES = {
@@ -60,7 +60,8 @@ def pages(measured: Measured, carbon: Carbon) -> list[Page]:
     out.add(
         Heading("Compute-efficacy frontier"),
         Text(
-            "Accuracy against training time for a family of sizes: the further up and to the left a line, the better."
+            "Accuracy against training time for a family of sizes: the further left and up a line lies (down for "
+            "perplexity), the better."
         ),
         Figures([*frontier.ours(groups), *frontier.papers()]),
     )

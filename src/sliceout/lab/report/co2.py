@@ -15,8 +15,8 @@ from typing import Any
 from . import paper
 from .figures import COLOURS, Drawn, legend, panel
 from .groups import Group, name_of, scaling_in_words
-from .load import Measured
 from .page import Bullets, Figures, Heading, Page, Table, Text
+from .reading import Measured
 from .tables import Speeds
 
 NOT_MEASURED = "not measured here"
@@ -128,6 +128,10 @@ def _fewer_devices(measured: Measured) -> Iterator[tuple[list[str], float]]:
     for row in _matches(measured):
         base, ours = row["standard"], row["sliceout"]
         fewest = next((k for k in range(1, DEVICES + 1) if k * ours["batch"] >= DEVICES * base["batch"]), DEVICES)
+        if fewest == DEVICES:
+            few = f"{DEVICES}: fewer do not hold the batch"
+            yield [_title(row), few, f"at most {ours['batch']}", "-", "**0 %**\n*no saving this way*"], 0.0
+            continue
         share = math.ceil(DEVICES * base["batch"] / fewest)
         per_sample = ours["ms"] / ours["batch"]
         time = share * per_sample / base["ms"]

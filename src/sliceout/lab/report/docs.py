@@ -13,8 +13,8 @@ from .. import LabError
 from .build import pages
 from .co2 import Carbon
 from .groups import Group, choose, group, scaling_in_words
-from .load import Measured, load
 from .page import Table, markdown
+from .reading import Measured, load
 from .speed import speedups
 from .tables import Speeds, with_error
 from .timing import steps
@@ -22,8 +22,12 @@ from .timing import steps
 BEGIN = "<!-- begin: made by `sliceout report --docs` -->"
 END = "<!-- end: made by `sliceout report --docs` -->"
 HEADER = "<!-- Made by `sliceout report --docs` from results/train and results/bench: change those, not this. -->\n\n"
-OTHERS = {"performance.md": "when SliceOut pays and when not"}
-"""Pages of docs/ that are made elsewhere, listed where they exist."""
+INDEX = """# Pages
+
+- [Results](results.md): the paper's tables and curves with ours beside them
+- [CO2](co2.md): the paper's three approaches from measured time, memory and energy
+- [Performance](performance.md): when SliceOut pays and when not
+"""
 
 
 def update(
@@ -47,9 +51,10 @@ def update(
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
             changed.append(path)
+    texts = [page.read_text(encoding="utf-8") for page in sorted((root / "docs").glob("*.md"))]
     for old in sorted(set((root / "docs" / "figures").glob("*.svg")) - set(made)):
-        if 'data-of="' in old.read_text(encoding="utf-8"):  # drawn by us, and on no page any more
-            old.unlink()
+        if 'data-of="' in old.read_text(encoding="utf-8") and not any(old.name in text for text in texts):
+            old.unlink()  # drawn by us, and on no page any more
             changed.append(old)
     return changed
 
@@ -71,21 +76,10 @@ def files(root: Path, measured: Measured, carbon: Carbon) -> dict[Path, str]:
     out = {docs / f"{name}.md": HEADER + markdown(page) for name, page in (("results", results), ("co2", co2))}
     for drawn in (*results.figures, *co2.figures):
         out[docs / "figures" / f"{drawn.name}.svg"] = drawn.svg()
-    out[docs / "index.md"] = HEADER + _index(docs)
+    out[docs / "index.md"] = HEADER + INDEX
     readme = root / "README.md"
     out[readme] = with_block(readme.read_text(encoding="utf-8"), readme_block(measured))
     return out
-
-
-def _index(docs: Path) -> str:
-    lines = ["# Pages", "", "- [Results](results.md): the paper's tables and curves with ours beside them"]
-    lines.append("- [CO2](co2.md): the paper's three approaches from measured time, memory and energy")
-    lines += [
-        f"- [{name.removesuffix('.md').capitalize()}]({name}): {what}"
-        for name, what in OTHERS.items()
-        if (docs / name).is_file()
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def with_block(readme: str, block: str) -> str:

@@ -64,10 +64,10 @@ def _schemes(groups: Sequence[Group]) -> Iterator[str]:
             words = difference(score, base[rate]).words(unit, **sides)
             other = "" if rate == group.rate else f" (standard at its best rate, {rate:g})"
             parts.setdefault(name_of(group.config), []).append(f"rate {group.rate:g}: {words}{other}")
-        said = [f"{name}: {'; '.join(each)}." for name, each in parts.items()]
+        said = [f"*{name[0].upper()}{name[1:]}*: {'; '.join(each)}." for name, each in parts.items()]
         if none is not None:
             words = difference(base[best_rate], none).words(unit, **sides)
-            said.append(f"Standard dropout at its best rate here ({best_rate:g}) against no dropout: {words}.")
+            said.append(f"*Standard dropout* at its best rate here ({best_rate:g}) against *no dropout*: {words}.")
         yield "\n".join([f"**{where}, against standard dropout** ({told}):", *said])
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from .load import Run
+from .reading import Run
 
 SUBSETS = {"fashion-mnist-8k": "fashion-mnist"}
 """Data sets that are a part of another one: a run on them is a scaled-down run on the whole."""

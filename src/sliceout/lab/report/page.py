@@ -71,11 +71,11 @@ def markdown(page: Page, figures: str = "figures") -> str:
             case Text():
                 parts.append(block.text)
             case Bullets():
-                parts.append("\n".join(f"- {item}" for item in block.items))
+                parts.append("\n".join(f"- {_breaks(item)}" for item in block.items))
             case Table():
                 parts.append(_table(block))
             case Figures():
-                parts += [f"![{d.alt}]({figures}/{d.name}.svg)\n\n*{d.caption}*" for d in block.drawn]
+                parts += [f"![{d.alt}]({figures}/{d.name}.svg)\n\n{d.caption}" for d in block.drawn]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -88,4 +88,8 @@ def _table(table: Table) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", "<br>")
+    return _breaks(text.replace("|", "\\|"))
+
+
+def _breaks(text: str) -> str:
+    return text.replace("\n", "<br>")

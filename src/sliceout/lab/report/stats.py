@@ -32,7 +32,7 @@ class Difference:
         if self.p is None:
             few = "one run each tells no error" if min(self.n) == 1 else "no spread among so few runs"
             return f"{size} {side} (n={self.n[0]} and {self.n[1]}: {few})"
-        told = f"s.e. {self.se:.2f}, p={_p(self.p)}"
+        told = f"s.e. {self.se:.2f}, p{_p(self.p)}"
         return f"{size} {side} ({told})" if self.clear else f"{size} {side}, which may be chance ({told})"
 
 
@@ -73,4 +73,4 @@ def two_sided(t: float, freedom: float) -> float:
 
 
 def _p(p: float) -> str:
-    return "<0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
+    return "<0.001" if p < 0.001 else f"={p:.3f}" if p < 0.1 else f"={p:.2f}"

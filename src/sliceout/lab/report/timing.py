@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .groups import Estimate, Group
-from .load import Measured
+from .reading import Measured
 
 
 @dataclass(frozen=True)
