@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import sliceout
 from networks import Attention, build, data, loss_of, slices_in, starts
 from rank_jobs import report, sharded, share
+from sliceout import nn as snn
 from sliceout.grads import SlicedGrad
 
 STEPS = 4
@@ -63,13 +64,18 @@ class Counted:
 
 
 def make(name: str, settings: dict[str, Any]) -> nn.Module:
+    if name == "no bias":  # every gradient is slice-sized
+        torch.manual_seed(0)
+        hidden = sliceout.Slice(16, **settings)
+        layers = snn.Linear(6, 16, bias=False, out_slice=hidden), snn.Linear(16, 3, bias=False, in_slice=hidden)
+        return nn.Sequential(layers[0], nn.Tanh(), layers[1])
     if name == "inside":
         return Inside(build("mlp", **settings))
     return build(name, **settings)
 
 
 def sample(name: str) -> Tensor:
-    return data("mlp" if name == "inside" else name)
+    return data("mlp" if name in ("inside", "no bias") else name)
 
 
 def optimizer_of(model: nn.Module) -> SGD:

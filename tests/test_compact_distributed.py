@@ -67,11 +67,14 @@ def test_tail_with_slices_off(ranks, float64):
 
 @pytest.mark.parametrize("order", ["compile the wrapper", "wrap the compiled"])
 def test_compiled_graphs_have_dense_gradients_that_are_averaged(ranks, order, float64):
-    first, second = ranks(jobs.ddp_compiled, order)
-    expected = jobs.fsdp_alone("mlp")  # dense
-    assert first["starts"] == second["starts"] == expected["starts"]
-    for key, value in first["state"].items():
-        assert (value == second["state"][key]).all(), key
+    assert_trained_alike(ranks(jobs.ddp_compiled, order), jobs.alone("mlp", grads="dense"))
+
+
+def test_one_parameter_is_left_to_ddp_where_all_are_slice_sized(ranks, float64):
+    """DDP refuses a module without parameters; what it averages densely is stepped over as a slice all the same."""
+    results = ranks(jobs.ddp, "no bias", {}, {})
+    assert_trained_alike(results, jobs.alone("no bias"))
+    assert results[0]["ours"] == ["0.weight"]
 
 
 def test_only_slices_travel(ranks, float64):

@@ -161,6 +161,12 @@ class SlicedGrad(Tensor):
         like = (tuple(self.shape), views.is_channels_last(self), small.dtype)
         return SlicedGrad(small, like, self.rows, self.cols, owned=True)
 
+    def tolist(self) -> Any:
+        return self.dense().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.dense().numpy(force=force)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         kept = "all" if self.full is not None else list(self.small.shape)
         return f"SlicedGrad({kept} of {list(self.shape)}, {self.dtype}, {self.device})"
@@ -278,10 +284,20 @@ def _times(func: Any, grad: Any, other: Any, *rest: Any, **kwargs: Any) -> Any:
         grad, other = other, grad
     if not isinstance(grad, SlicedGrad) or grad.full is not None or not _is_number(other, grad.dim()):
         return NotImplemented
-    if func._schema.is_mutable:
-        func(grad.writable(), other, *rest, **kwargs)
-        return grad
-    return grad._with(func(grad.values(), other, *rest, **kwargs))
+    if not func._schema.is_mutable:
+        return grad._with(func(grad.values(), other, *rest, **kwargs))
+    values = grad.values()
+    if grad.owned:
+        func(values, other, *rest, **kwargs)
+    else:  # into memory of its own, without copying first
+        grad.replace_(_OUT_OF_PLACE[func](values, other, *rest, **kwargs).to(grad.dtype))
+    return grad
+
+
+_OUT_OF_PLACE = {
+    aten.mul_.Tensor: aten.mul.Tensor, aten.mul_.Scalar: aten.mul.Scalar,
+    aten.div_.Tensor: aten.div.Tensor, aten.div_.Scalar: aten.div.Scalar,
+}  # fmt: skip
 
 
 def _plus(func: Any, a: Any, b: Any, *, alpha: Any = 1) -> Any:

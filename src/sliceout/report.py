@@ -126,6 +126,7 @@ class Report:
                     "width": r.slice.width if r.slice else None,
                     "sampling": r.slice.sampling if r.slice else None,
                     "norm": r.slice.norm if r.slice else None,
+                    "grads": r.slice.grads if r.slice else None,
                     "members": [vars(m) for m in r.group.members],
                     "dropouts": r.group.dropouts,
                     "reason": r.reason,
@@ -186,7 +187,8 @@ def _settings(rows: list[Row]) -> str:
     found = {r.slice.sampling: None for r in rows if r.slice is not None}
     read = [r for r in rows if r.group.names("in") or not r.group.contracted]
     norms = {r.slice.norm: None for r in read if r.slice is not None}
-    return f"{', '.join(found)}; norm {', '.join(norms) or 'none'}"
+    compact = any(r.slice is not None and r.slice.grads == "compact" for r in rows)
+    return f"{', '.join(found)}; norm {', '.join(norms) or 'none'}{'; compact gradients' if compact else ''}"
 
 
 def _readers(group: Group) -> str:
