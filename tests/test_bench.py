@@ -200,7 +200,8 @@ def test_a_worker_that_dies_becomes_a_row(monkeypatch) -> None:
     assert "the worker ended with code 1" in run_all(BASE)[0]["error"]
 
 
-def test_nothing_is_started_after_the_deadline() -> None:
+def test_nothing_is_started_after_the_deadline(monkeypatch) -> None:
+    monkeypatch.setattr(run, "Worker", lambda *args: pytest.fail("a worker was started"))
     assert run_all(BASE, seconds=-1) == []
 
 
