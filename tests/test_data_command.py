@@ -149,6 +149,15 @@ def test_rubbish_of_an_earlier_attempt_is_fetched_again(cifar, server, home: Pat
         part.parent.mkdir(exist_ok=True)
 
 
+def test_a_server_that_cannot_go_on_sends_everything_again_once(cifar, server, home: Path) -> None:
+    server.ranges = False
+    part = home / ".downloads" / "cifar-10-binary.tar.gz.part"
+    part.parent.mkdir()
+    part.write_bytes(server.files["cifar-10-binary.tar.gz"][:1000])
+    assert sliceout("data", "get", "cifar-10", "--to", home) == 0
+    assert len(server.seen) == 1
+
+
 def test_a_wrong_checksum_puts_nothing_in_place(cifar, server, home: Path, capsys) -> None:
     server.files["cifar-10-binary.tar.gz"] = b"<html>moved</html>"
     assert sliceout("data", "get", "cifar-10", "--to", home) == 1
