@@ -148,6 +148,18 @@ def test_times_of_runs_that_shared_the_device_are_left_out() -> None:
     assert together.ours is None
 
 
+def test_the_time_of_a_narrower_network_is_not_the_papers() -> None:
+    shared = {"batch": 256, "scaled": {"width": [2048, 64], "epochs": [100, 1]}}
+    standard = fake.run("fashion-mnist", "mlp", "standard", 0.5, ms=2.0, **shared)
+    records = [standard, fake.run("fashion-mnist", "mlp", rate=0.5, ms=1.0, **WINDOW, **shared)]
+    cell = compared("fashion-mnist-time", records).rows[4][1][0]
+    assert (cell.ours.mean, cell.difference) == (50, None)
+    assert "scaled down: width 2048 → 64" in cell.notes
+    for record in records:
+        record["scaled"] = {"epochs": [100, 1]}  # as many epochs as you like: a step is a step
+    assert compared("fashion-mnist-time", records).rows[4][1][0].difference == pytest.approx(50 - 87.3)
+
+
 def test_a_step_is_compared_in_the_mode_where_its_baseline_is_fastest() -> None:
     one = compared("wide-resnet-channel", [], [fake.bench()])
     time, memory = one.rows[5][1][2:4]
@@ -158,6 +170,12 @@ def test_a_step_is_compared_in_the_mode_where_its_baseline_is_fastest() -> None:
         {"scheme": "standard"},
     )
     assert slow.step.mode == "compiled"
+
+
+def test_the_baseline_has_the_same_rate() -> None:
+    records = [fake.run("mnist", "mlp", "standard", rate, ms=ms, batch=256) for rate, ms in ((0.3, 4.0), (0.5, 2.0))]
+    records.append(fake.run("mnist", "mlp", rate=0.3, ms=3.0, batch=256, **WINDOW))
+    assert compared("mnist-time", records).rows[2][1][0].ours.mean == 75
 
 
 def test_devices_are_not_mixed() -> None:
@@ -221,7 +239,8 @@ def test_welch() -> None:
 def test_a_loss_of_time_is_published() -> None:
     found = measured([], [fake.bench()])
     lines = findings.findings([], [], [], timing.steps(found, []))
-    assert lines == ["**Slower than without SliceOut:** wrn-28-10 at rate 0.5, eager, batch 128: 23.4 ms, not 13.8."]
+    where = f"wrn-28-10, {fake.GPU}, bf16, eager, batch 128"
+    assert lines == [f"**Slower than without SliceOut:** {where}: rate 0.5: 170 % of the time."]
 
 
 # -- pages -------------------------------------------------------------------------------------------------------------

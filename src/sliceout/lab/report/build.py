@@ -10,7 +10,7 @@ from .co2 import page as co2_page
 from .compare import Compared, compare
 from .figures import Drawn
 from .findings import DATA, findings
-from .groups import Group, group, scaling_in_words
+from .groups import Group, group, name_of, scaling_in_words
 from .page import Block, Bullets, Figures, Heading, Page, Text
 from .reading import Measured
 from .timing import steps
@@ -123,13 +123,13 @@ def _curves(section: str, groups: Sequence[Group]) -> list[Drawn]:
             out += plots.curves([], name, name, f"{DATA.get(data, data)}, {model}: the paper")
     for i, ((data, model, scaled, _), same) in enumerate(found.items()):
         rates = sorted({g.rate for g in same if g.rate})
+        schemes = {(name_of(g.config), g.rate) for g in same}
         title = f"{DATA.get(data, data)}, {model}" + (" (scaled down)" if scaled else "")
         theirs = None if scaled else PAPERS_CURVES.get((data, model))
         name = f"curves-{data}-{model}-{i}"
-        if len(rates) > 2 and same[0].metric == "accuracy":  # all in one would be a knot
+        if len(schemes) > len({name for name, _ in schemes}):  # a scheme at several rates: all in one would be a knot
             for rate in rates:
-                here = theirs if rate == 0.5 else None
-                out += plots.curves(same, here, f"{name}-{rate:g}", f"{title}, rate {rate:g}", only=rate)
+                out += plots.curves(same, theirs, f"{name}-{rate:g}", f"{title}, rate {rate:g}", only=rate)
         else:
             out += plots.curves(same, theirs, name, title)
     return out

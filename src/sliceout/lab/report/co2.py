@@ -17,7 +17,7 @@ from .figures import COLOURS, Drawn, legend, panel
 from .groups import Group, name_of, scaling_in_words
 from .page import Bullets, Figures, Heading, Page, Table, Text
 from .reading import Measured
-from .tables import Speeds
+from .tables import Speeds, signed
 
 NOT_MEASURED = "not measured here"
 DEVICES = 4
@@ -171,7 +171,7 @@ def _larger_batch(measured: Measured, carbon: Carbon) -> Iterator[tuple[list[str
 
 def _faster(rows: Speeds, carbon: Carbon) -> Iterator[tuple[list[str], float]]:
     for model, pair, _, _ in rows:
-        if pair is None:
+        if pair is None or pair.step.scaled:
             continue
         change = (pair.time if pair.energy is None else pair.energy) - 100
         joules = (pair.base.joules, pair.step.joules)
@@ -180,7 +180,7 @@ def _faster(rows: Speeds, carbon: Carbon) -> Iterator[tuple[list[str], float]]:
             f"{model}, rate {pair.step.rate:g}\n*{pair.step.where}*",
             f"{pair.base.ms:.3g} → {pair.step.ms:.3g} ms\n{pair.time - 100:+.0f} %",
             NOT_MEASURED if pair.energy is None else f"{joules[0]:.3g} → {joules[1]:.3g} J\n{pair.energy - 100:+.0f} %",
-            NOT_MEASURED if len(grams) < 2 else f"{grams[0]:,.0f} → {grams[1]:,.0f}",
+            NOT_MEASURED if len(grams) < 2 else f"{grams[0]:,.4g} → {grams[1]:,.4g}",
             f"**{change:+.0f} %**\n*{'from time' if pair.energy is None else 'from energy'}*",
         ], change  # fmt: skip
 
@@ -229,7 +229,7 @@ def _picture(changes: Sequence[tuple[str, str, float]], theirs: dict[str, Any]) 
             axes.text(
                 change + (1 if change >= 0 else -1),
                 y,
-                f"{change:+.0f}",
+                signed(change),
                 va="center",
                 ha="left" if change >= 0 else "right",
                 fontsize=8,
@@ -256,7 +256,7 @@ def _verdicts(changes: Sequence[tuple[str, str, float]], theirs: dict[str, Any])
         inside = sum(high <= c <= low for c in got)
         more = sum(c < high for c in got)
         out.append(
-            f"Approach {number}: the paper {told} %; ours from {min(got):+.0f} to {max(got):+.0f} % over "
+            f"Approach {number}: the paper {told} %; ours from {signed(min(got))} to {signed(max(got))} % over "
             f"{len(got)} case{'s' if len(got) > 1 else ''}: "
             f"{inside} within the paper's {low} to {high} %, {more} save more, {len(got) - inside - more} save "
             "less or nothing."

@@ -126,7 +126,7 @@ def _relative(
     if found is None or value is None:
         return Cell(metric, match, number, None, change=change)
     notes = [found.step.where + (f", {found.step.grads} gradients" if found.step.grads != "dense" else "")]
-    if found.step.data and "[" in found.step.data:
-        notes.append(f"scaled down: {found.step.data}")
+    if found.step.scaled:
+        notes.append(f"scaled down: {found.step.scaled}")
     ours = Estimate(value - 100 * change, None, found.step.n)
-    return Cell(metric, match, number, ours, tuple(notes), "[" not in (found.step.data or ""), change)
+    return Cell(metric, match, number, ours, tuple(notes), not found.step.scaled, change)

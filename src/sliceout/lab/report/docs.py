@@ -142,7 +142,7 @@ def _accuracies(groups: Sequence[Group]) -> str:
 def _times(speeds: Speeds) -> str:
     rows = []
     for model, pair, _, theirs in speeds:
-        if pair is not None:
+        if pair is not None and not pair.step.scaled:
             memory = "-" if pair.memory is None else f"{pair.memory:.0f} %"
             rows.append(
                 [

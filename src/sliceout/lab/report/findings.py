@@ -142,21 +142,27 @@ def _verdict(cell: Cell, base: Cell) -> tuple[Difference, float, bool | None] | 
 
 def _times(speeds: Speeds) -> Iterator[str]:
     """All networks in one sentence; the table has them one by one."""
-    known = [(model, pair, floor, theirs) for model, pair, floor, theirs in speeds if pair]
+    known = [(model, pair, floor, theirs) for model, pair, floor, theirs in speeds if pair and not pair.step.scaled]
     if not known:
         return
     times = sorted((pair.time, model) for model, pair, _, _ in known)
-    text = (
-        f"**Time of a step, {len(known)} network{'s' if len(known) > 1 else ''}.** With SliceOut, in the mode in "
-        "which the "
-        f"baseline is fastest: from {times[0][0]:.0f} % ({times[0][1]}) to {times[-1][0]:.0f} % ({times[-1][1]}) "
-        "of the time without."
-    )
+    if len(known) == 1:
+        text = f"**Time of a step, {times[0][1]}.** With SliceOut {times[0][0]:.0f} % of the time without."
+    else:
+        text = (
+            f"**Time of a step, {len(known)} networks.** With SliceOut, in the mode in which the baseline is fastest: "
+            f"from {times[0][0]:.0f} % ({times[0][1]}) to {times[-1][0]:.0f} % ({times[-1][1]}) of the time without."
+        )
     if both := [(pair.time, theirs, model) for model, pair, _, theirs in known if theirs]:
-        more, less = ([m for t, p, m in both if sign * (p - t) > 1] for sign in (1, -1))
-        text += f" Against the paper, more is saved in {_named(more)}; less in {_named(less)}; as much in the others."
-    if floors := [(100 * pair.step.ms / floor.ms, model) for model, pair, floor, _ in known if floor]:
-        text += f" Of the floor, a plain narrow network, it takes {min(floors)[0]:.0f} to {max(floors)[0]:.0f} %."
+        more, less, level = (
+            [m for t, p, m in both if (p - t > 1, t - p > 1) == case]
+            for case in ((True, False), (False, True), (False, False))
+        )
+        text += (
+            f" Against the paper, more is saved in {_named(more)}; less in {_named(less)}; as much in {_named(level)}."
+        )
+    if floors := [100 * pair.step.ms / floor.ms for _, pair, floor, _ in known if floor]:
+        text += f" Of the floor, a plain narrow network, it takes {min(floors):.0f} to {max(floors):.0f} %."
     if memory := [pair.memory for _, pair, _, _ in known if pair.memory]:
         text += f" Memory held: {min(memory):.0f} to {max(memory):.0f} %."
     yield text
@@ -164,18 +170,20 @@ def _times(speeds: Speeds) -> Iterator[str]:
 
 def _losses(steps: Sequence[Step]) -> Iterator[str]:
     """Where SliceOut is slower than its baseline, in whichever mode."""
-    lost = []
+    lost: dict[str, list[tuple[float, float]]] = {}
     for step in (s for s in steps if s.scheme == "sliceout"):
         same = [s for s in steps if s.model == step.model and s.setting == step.setting]
         base = min((s for s in same if s.scheme == "standard"), key=lambda s: abs(s.rate - step.rate), default=None)
         base = base or next((s for s in same if s.scheme == "none"), None)
         if base and step.ms > 1.01 * base.ms:
-            lost.append(
-                f"{step.model} at rate {step.rate:g}, {step.mode}, batch {step.batch}: {step.ms:.3g} ms, not "
-                f"{base.ms:.3g}"
-            )
-    if lost:
-        yield f"**Slower than without SliceOut:** {'; '.join(lost)}."
+            where = f"{step.model}, {step.where}" + (f" (scaled down: {step.scaled})" if step.scaled else "")
+            lost.setdefault(where, []).append((step.rate, 100 * step.ms / base.ms))
+    for where, cases in lost.items():
+        each = []
+        for rate in sorted({r for r, _ in cases}):
+            times = sorted({f"{t:.0f}" for r, t in cases if r == rate}, key=float)
+            each.append(f"rate {rate:g}: {' to '.join(dict.fromkeys((times[0], times[-1])))} % of the time")
+        yield f"**Slower than without SliceOut:** {where}: {'; '.join(each)}."
 
 
 def _named(models: Sequence[str]) -> str:

@@ -29,6 +29,8 @@ def by_rate(compared: Compared, title: str) -> list[Drawn]:
     if metric == "accuracy":
         lowest = min(v for _, row in compared.rows for c in row for v in _values(c))
         about += f" Rate 0.9 may lie below the picture (down to {lowest:.1f})."
+    if scaled := sorted({note for c in compared.cells for note in c.notes if note.startswith("scaled down")}):
+        about += f" Ours {'; '.join(scaled)}."
     with panel(table["name"], title, about, out, title=title) as axes:
         for i, column in enumerate(compared.columns):
             points = [(cells[i].match["rate"], cells[i]) for _, cells in compared.rows if cells[i].match.get("rate")]
@@ -104,7 +106,8 @@ def curves(
             x = tuple(e * per for e in epochs)
             mean, shade = [statistics.fmean(s) for s in scores], colour(group.config)
             label = name_of(group.config) + (f", rate {group.rate:g}" if group.rate and only is None else "")
-            axes.plot(x, mean, color=shade, label=f"{label}, ours" if lines else label)
+            dot = "o" if len(x) == 1 else None  # one epoch is no line
+            axes.plot(x, mean, color=shade, marker=dot, label=f"{label}, ours" if lines else label)
             axes.fill_between(
                 x, [min(s) for s in scores], [max(s) for s in scores], color=shade, alpha=0.18, linewidth=0
             )

@@ -151,7 +151,7 @@ def speedups(steps: Sequence[Step]) -> tuple[list[Drawn], Speeds]:
         figsize=(5.6, 0.42 * len(rows) + 1.4),
     ) as axes:
         for y, (_, ours, floor, theirs_) in enumerate(rows):
-            if theirs_:
+            if theirs_ and not (ours and ours.step.scaled):
                 axes.barh(
                     y - 0.2,
                     theirs_,
@@ -173,7 +173,8 @@ def speedups(steps: Sequence[Step]) -> tuple[list[Drawn], Speeds]:
                     label="narrow network: the floor",
                 )
         axes.axvline(100, color=COLOURS["standard"], linewidth=1)
-        axes.set_yticks(range(len(rows)), [r[0] for r in rows])
+        names = [f"{model} (scaled down)" if pair and pair.step.scaled else model for model, pair, _, _ in rows]
+        axes.set_yticks(range(len(rows)), names)
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
         axes.set_xlabel("% of the time without SliceOut")

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .groups import Estimate, Group
+from .groups import Estimate, Group, scaling_in_words
 from .reading import Measured
 
 
@@ -39,11 +39,13 @@ class Step:
     joules: float | None
     n: int = 1
     data: str | None = None
+    scaled: str = ""
+    """What was scaled down, in words, if it changes the step."""
 
     @property
     def setting(self) -> tuple[Any, ...]:
         """What must be equal for two steps to be compared, networks apart."""
-        return (self.source, self.device, self.batch, self.precision, self.mode, self.data)
+        return (self.source, self.device, self.batch, self.precision, self.mode, self.data, self.scaled)
 
     @property
     def where(self) -> str:
@@ -112,12 +114,13 @@ def _of_group(group: Group, ms: Estimate) -> Step:
         reserved=memory["max_reserved"].mean if memory["max_reserved"] else None,
         allocated=memory["max_allocated"].mean if memory["max_allocated"] else None,
         joules=total.mean / (epochs * per_epoch.mean) if total and per_epoch else None, n=ms.n,
-        data=f"{config['data']} {sorted(group.scaled.items()) if _changes_the_step(group.scaled) else ''}".strip(),
+        data=str(group.declared("data")), scaled=scaling_in_words(_of_the_step(group.scaled)),
     )  # fmt: skip
 
 
-def _changes_the_step(scaled: Mapping[str, Any]) -> bool:
-    return bool(set(scaled) - {"epochs", "subset", "seeds", "data"})
+def _of_the_step(scaled: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes a step another one than the paper's: its width, not the number of epochs."""
+    return {k: v for k, v in scaled.items() if k not in ("epochs", "subset", "seeds", "data", "lr")}
 
 
 def fits(step: Step, match: Mapping[str, Any], *, strict: bool = True) -> bool:
@@ -136,7 +139,7 @@ def fits(step: Step, match: Mapping[str, Any], *, strict: bool = True) -> bool:
             return False
         if match.get("norm") and step.norm and step.norm != match["norm"]:
             return False
-    return not (match.get("data") and step.data and not step.data.startswith(str(match["data"])))
+    return not (match.get("data") and step.data and step.data != match["data"])
 
 
 def pair(
@@ -154,15 +157,20 @@ def pair(
     ours = [s for s in steps if fits(s, match, strict=False)]
     bases = [s for s in steps if fits(s, base_match)]
     pairs = [Pair(a, b) for a in ours for b in bases if a.setting == b.setting]
-    return min(pairs, key=lambda p: _order(p, match, batch), default=None)
-
-
-def _order(pair: Pair, match: Mapping[str, Any], batch: int | None) -> tuple[Any, ...]:
-    return (
-        pair.base.batch != batch,
-        pair.base.source == "training",  # benchmarks first: one process each, warmed up, on a quiet device
-        pair.base.ms,
-        not fits(pair.step, match),
-        abs(pair.base.rate - pair.step.rate),
-        pair.step.ms,
+    fastest: dict[tuple[Any, ...], float] = {}
+    for found in pairs:
+        key = found.base.setting
+        fastest[key] = min(fastest.get(key, math.inf), found.base.ms)
+    return min(
+        pairs,
+        default=None,
+        key=lambda p: (
+            p.base.batch != batch,
+            bool(p.base.scaled),
+            p.base.source == "training",  # benchmarks first: one process each, warmed up, on a quiet device
+            fastest[p.base.setting],
+            abs(p.base.rate - p.step.rate),
+            not fits(p.step, match),
+            p.step.ms,
+        ),
     )
