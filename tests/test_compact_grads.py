@@ -314,7 +314,7 @@ def test_printed_saved_and_copied(float64):
 
 
 def wide(grads):
-    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 8))
+    model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 8))
     sliceout.convert_(model, 0.5, grads=grads)
     return model
 
@@ -328,7 +328,7 @@ def test_gradients_take_memory_of_the_size_of_the_slices():
     for _ in range(3):
         loss_of(model, torch.randn(4, 256)).backward()
         assert all(g.full is None for g in (p.grad for p in model.parameters()) if isinstance(g, SlicedGrad))
-        expected = 4 * (256 * 256 + 256 + 256 * 256 + 256 + 256 * 8 + 8)
+        expected = 4 * (512 * 256 + 512 + 512 * 512 + 512 + 512 * 8 + 8)
         assert sum(bytes_of(p.grad) for p in model.parameters()) == expected
         model.zero_grad()
         sliceout.draw_(model)
@@ -345,7 +345,7 @@ def test_no_full_size_temporary_is_made(make):
     loss_of(model, x).backward()
     optimizer.step()
     optimizer.zero_grad()
-    slices = 4 * (256 * 256 + 256 * 256 + 256 * 8)
+    slices = 4 * (512 * 256 + 512 * 512 + 512 * 8)
     for _ in range(4):
         loss = loss_of(model, x)
 
@@ -354,8 +354,8 @@ def test_no_full_size_temporary_is_made(make):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
         grown = peak_growth(backward_and_clip, torch.device("cpu"))
-        assert grown < 1.6 * slices, "the gradients, and the largest once more while it is clipped"
-        assert peak_growth(optimizer.step, torch.device("cpu")) < 4 * 512 * 512, "less than the largest weight"
+        assert grown < 1.8 * slices, "the gradients, and the largest once more while it is clipped"
+        assert peak_growth(optimizer.step, torch.device("cpu")) < 4 * 1024 * 1024, "less than the largest weight"
         optimizer.zero_grad()
 
 
@@ -364,5 +364,5 @@ def test_dense_mode_does_make_them():
     model = wide("dense")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     loss = loss_of(model, torch.randn(4, 256))
-    assert peak_growth(loss.backward, torch.device("cpu")) > 4 * (512 * 256 + 512 * 512)
+    assert peak_growth(loss.backward, torch.device("cpu")) > 4 * (1024 * 256 + 1024 * 1024)
     optimizer.step()

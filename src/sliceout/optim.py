@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -111,7 +111,17 @@ def _adam(optimizer: Optimizer, group: dict[str, Any], work: Work) -> None:
     found_inf, scaled = _scaler(optimizer)
     if found_inf:
         return
-    beta1, beta2 = group["betas"]
+    settings: dict[str, Any] = {"beta1": float(group["betas"][0]), "beta2": float(group["betas"][1])}
+    settings |= {"lr": float(group["lr"])} | {k: group[k] for k in ("weight_decay", "eps", "amsgrad", "maximize")}
+    decoupled = type(optimizer) is AdamW or group["decoupled_weight_decay"]
+    if all(p.is_cpu for p, _ in work):
+        torch._foreach_add_([optimizer.state[p]["step"] for p, _ in work], 1)
+        update: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        for p, g in work:
+            state = optimizer.state[p]
+            for grad, param, average, square, *highest in _blocks(g, p, *(state[name] for name in names)):
+                update([param], [scaled(grad)], [average], [square], highest, [state["step"]], **settings)
+        return
     parts, steps = [], []
     for p, g in work:
         state = optimizer.state[p]
@@ -121,9 +131,7 @@ def _adam(optimizer: Optimizer, group: dict[str, Any], work: Work) -> None:
     grads, params, averages, squares, *most = map(list, zip(*parts, strict=True))
     adam(
         params, grads, averages, squares, most[0] if most else [], steps,
-        foreach=params[0].is_cuda, amsgrad=group["amsgrad"], beta1=beta1, beta2=beta2, lr=float(group["lr"]),
-        weight_decay=group["weight_decay"], eps=group["eps"], maximize=group["maximize"], has_complex=False,
-        decoupled_weight_decay=type(optimizer) is AdamW or group["decoupled_weight_decay"],
+        foreach=params[0].is_cuda, has_complex=False, decoupled_weight_decay=decoupled, **settings,
     )  # fmt: skip
     torch._foreach_add_([optimizer.state[p]["step"] for p, _ in work], 1)
 
@@ -139,17 +147,43 @@ def _sgd(optimizer: Optimizer, group: dict[str, Any], work: Work) -> None:
     found_inf, scaled = _scaler(optimizer)
     if found_inf:
         return
+    settings = {k: group[k] for k in ("weight_decay", "momentum", "nesterov", "maximize")}
+    settings |= {"lr": float(group["lr"]), "dampening": 0.0}
+    if all(p.is_cpu for p, _ in work):
+        for p, g in work:
+            for grad, param, *buffer in _blocks(g, p, *(optimizer.state[p][name] for name in names)):
+                torch._fused_sgd_([param], [scaled(grad)], buffer, is_first_step=False, **settings)
+        return
     parts = [
         (scaled(grad), *fulls)
         for p, g in work
         for grad, *fulls in g.rectangles(p, *(optimizer.state[p][name] for name in names))
     ]
     grads, params, *buffers = map(list, zip(*parts, strict=True))
-    sgd(
-        params, grads, buffers[0] if buffers else [None] * len(params),
-        foreach=params[0].is_cuda, weight_decay=group["weight_decay"], momentum=group["momentum"],
-        lr=float(group["lr"]), dampening=0.0, nesterov=group["nesterov"], maximize=group["maximize"],
-    )  # fmt: skip
+    sgd(params, grads, buffers[0] if buffers else [None] * len(params), foreach=params[0].is_cuda, **settings)
+
+
+_BLOCK = 1 << 17
+"""Entries that are updated at a time on the CPU: few calls, and still in the cache when they are written back."""
+
+
+def _blocks(g: SlicedGrad, *fulls: Tensor) -> Iterator[list[Tensor]]:
+    """The slice in pieces ``[grad, *fulls]`` as torch's fused CPU kernels want them: contiguous, alike, to be changed.
+
+    What does not lie side by side is copied, and written back when the next piece is asked for.
+    """
+    layout = memory_format(fulls[0])
+    if not g.values().is_contiguous(memory_format=layout):
+        g.replace_(g.values().contiguous(memory_format=layout))  # at once: transposing piece by piece is slow
+    for same in g.rectangles(*fulls):
+        rows = max(1, _BLOCK // max(1, same[0].numel() // max(1, same[0].shape[0])))
+        for pieces in zip(*(t.split(rows) for t in same), strict=True):
+            like = layout if pieces[0].dim() == fulls[0].dim() else torch.contiguous_format
+            block = [t.contiguous(memory_format=like) for t in pieces]
+            yield block
+            for piece, copy in zip(pieces[1:], block[1:], strict=True):
+                if copy.data_ptr() != piece.data_ptr():
+                    piece.copy_(copy)
 
 
 def _scaler(optimizer: Optimizer) -> tuple[bool, Callable[[Tensor], Tensor]]:
