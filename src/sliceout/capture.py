@@ -83,7 +83,11 @@ class CapturedStep:
             kept.restore()
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
-        with tables.deferred() as self.tables, draws.paused(), torch.cuda.graph(self.graph):
+        with (
+            tables.deferred(_entries(model), self.batch[0].device) as self.tables,
+            draws.paused(),
+            torch.cuda.graph(self.graph),
+        ):
             self.loss = step()
         self.families: list[Slices] = draws.families_in(optimizer)
 
@@ -119,6 +123,12 @@ def _check(model: nn.Module, optimizer: Optimizer, batch: tuple[Tensor, ...]) ->
         raise ValueError("LBFGS asks for the loss several times a step, which a graph cannot")
     if hasattr(model, "reducer"):
         raise ValueError("a DistributedDataParallel step cannot be captured here: its hooks run on the host")
+
+
+def _entries(model: nn.Module) -> int:
+    """Enough for the tables of all launches over all parameters: a row for each, and which tile belongs to which."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return 4 * sum(32 + len(t) + t.numel() // 256 for t in tensors if t.dim()) + 4096
 
 
 def _to_device(group: dict[str, Any], device: torch.device) -> Tensor:

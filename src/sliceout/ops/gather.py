@@ -5,12 +5,13 @@ from then on the first take after a draw fetches everything that was noted, and 
 autograd node stands for all of them, so backward is one launch as well.
 
 What is waiting is used as long as it is true: the slices have not moved, the parameter has not changed, gradients are
-wanted or not wanted as before, and no capture has begun or ended. Parameters are fetched in a few portions rather than
-all together, so that gradients keep arriving during the backward pass (data parallel training starts to send them).
+wanted or not wanted as before, and no capture has begun or ended. In data parallel training parameters are fetched in
+a few portions rather than all together, so that gradients keep arriving, and are sent, during the backward pass.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,12 @@ from torch import Tensor
 from . import reference, tables, views
 
 if TYPE_CHECKING:
+    from ..grads import SlicedGrad
     from ..slices import Axis, Slices
+    from .many import Piece
 
 PORTION = 1 << 26
-"""Bytes of parameters that are fetched together (torch's data parallel buckets hold 25 MB)."""
+"""Bytes of parameters that are fetched together in data parallel training (torch's own buckets hold 25 MB)."""
 FORGET = 64
 """Rounds without use after which a note is thrown away."""
 
@@ -60,10 +63,55 @@ class Note:
         self.version = -1
         self.address = 0
         self.small: dict[bool, Tensor] = {}  # by whether gradients are wanted
+        self._form: Form | None = None
 
     def holds(self, full: Tensor) -> bool:
         """Whether what was fetched is still what ``full`` is."""
         return self.version == full._version and self.address == full.data_ptr()
+
+    def form(self, full: Tensor) -> Form:
+        """What does not change from step to step; made anew if the slices got another width or device."""
+        key = [(a.slice.start.data_ptr(), a.slice.width) for a in (self.rows, self.cols) if a is not None]
+        if self._form is None or self._form.key != key:
+            self._form = Form(key, full, self)
+        return self._form
+
+    def place(self) -> tuple[int, int]:
+        """The starts now."""
+        rows, cols = self.rows, self.cols
+        return 0 if rows is None else rows.slice.start_on_host, 0 if cols is None else cols.slice.start_on_host
+
+
+class Form:
+    """Shapes and numbers of a take."""
+
+    def __init__(self, key: list[tuple[int, int]], full: Tensor, note: Note) -> None:
+        self.key = key
+        self.rows, self.cols = (None if a is None else (a.slice.start, a.geometry) for a in (note.rows, note.cols))
+        geometries = ([] if cut is None else cut[1] for cut in (self.rows, self.cols))
+        self.small_shape = views.small_shape(full.shape, *geometries)
+        self.like = tuple(full.shape), views.is_channels_last(full), full.dtype
+        self.memory_format = views.memory_format(full)
+        row_gain, self.row_scale = _scale(note.rows, note.scale_rows)
+        col_gain, self.col_scale = _scale(note.cols, note.scale_cols)
+        self.gain = row_gain * col_gain
+        self.compact = all(a is None or a.slice.grads == "compact" for a in (note.rows, note.cols))
+        self.take_layout: list[int] | None = None
+        self.put_layout: list[int] | None = None
+
+    def piece(self, full: Tensor, small: Tensor, layout: list[int] | None) -> Piece:
+        from .many import Piece
+
+        return Piece(
+            full, small, self.rows, self.cols, self.gain, self.row_scale, self.col_scale, layout=layout
+        )  # fmt: skip
+
+
+def _scale(axis: Axis | None, wanted: bool) -> tuple[float, Tensor | None]:
+    """The normalisation of an axis as one number, or a vector where units differ."""
+    if axis is None or not wanted:
+        return 1.0, None
+    return (axis.slice.gain, None) if axis.slice.gain is not None else (1.0, axis.slice.scale)
 
 
 class Plan:
@@ -104,7 +152,8 @@ class Plan:
         """Put the notes into portions, parameters apart from statistics, which change during a pass."""
         alive = [(key, note) for key, note in self.notes.items() if note.full() is not None]
         self.notes = {key: note for key, note in alive if note.used > self.round - FORGET}
-        self.portions, room = [], {True: 0, False: 0}
+        limit = PORTION if torch.distributed.is_available() and torch.distributed.is_initialized() else math.inf
+        self.portions, room = [], {True: 0.0, False: 0.0}
         open_portion: dict[Any, int] = {}
         for note in self.notes.values():
             full = note.full()
@@ -113,7 +162,7 @@ class Plan:
             if kind not in open_portion or room[full.requires_grad] < full.nbytes:
                 open_portion[kind] = len(self.portions)
                 self.portions.append([])
-                room[full.requires_grad] = PORTION
+                room[full.requires_grad] = limit
             room[full.requires_grad] -= full.nbytes
             note.portion = open_portion[kind]
             self.portions[note.portion].append(note)
@@ -132,36 +181,19 @@ class Plan:
             note.small[wanted] = small
 
 
-def _cut(axis: Axis | None) -> tuple[Tensor, list[int]] | None:
-    return None if axis is None else (axis.slice.start, axis.geometry)
-
-
-def _scale(axis: Axis | None, wanted: bool) -> tuple[float, Tensor | None]:
-    """The normalisation of an axis as one number, or a vector where units differ."""
-    if axis is None or not wanted:
-        return 1.0, None
-    return (axis.slice.gain, None) if axis.slice.gain is not None else (1.0, axis.slice.scale)
-
-
-def _piece(note: Note, full: Tensor, small: Tensor) -> Any:
-    from .many import Piece
-
-    row_gain, row_scale = _scale(note.rows, note.scale_rows)
-    col_gain, col_scale = _scale(note.cols, note.scale_cols)
-    return Piece(full, small, _cut(note.rows), _cut(note.cols), row_gain * col_gain, row_scale, col_scale)
-
-
 def _gather(notes: list[Note], fulls: list[Tensor]) -> tuple[Tensor, ...]:
     from . import many
 
     pieces = []
     for note, full in zip(notes, fulls, strict=True):
-        rows, cols = ([] if a is None else a.geometry for a in (note.rows, note.cols))
-        small = views.empty_small(full, rows, cols, note.dtype)
-        source = full.detach()
-        if not many.supports(source):
-            source = source.contiguous(memory_format=views.memory_format(full))
-        pieces.append(_piece(note, source, small))
+        form = note.form(full)
+        small = torch.empty(form.small_shape, dtype=note.dtype, device=full.device, memory_format=form.memory_format)
+        if not many.supports(full):
+            full = full.detach().contiguous(memory_format=form.memory_format)
+        piece = form.piece(full, small, form.take_layout)
+        if piece.layout is None:
+            piece.layout = form.take_layout = many.layout(piece, walk_full=False)
+        pieces.append(piece)
     many.take(pieces)
     return tuple(p.small for p in pieces)
 
@@ -171,52 +203,48 @@ class Gather(views._Function):
 
     @staticmethod
     def forward(ctx: Any, notes: list[Note], *fulls: Tensor) -> tuple[Tensor, ...]:
-        from ..grads import Place
-
         ctx.set_materialize_grads(False)
-        ctx.notes = notes
-        ctx.likes = [(tuple(f.shape), views.is_channels_last(f), f.dtype) for f in fulls]
-        ctx.places = [(Place.now(n.rows), Place.now(n.cols)) for n in notes]
         smalls = _gather(notes, list(fulls))
-        ctx.mark_non_differentiable(*(s for s, f in zip(smalls, fulls, strict=True) if not f.requires_grad))
+        ctx.notes, ctx.forms, ctx.starts = notes, [n._form for n in notes], [n.place() for n in notes]
+        frozen = [s for s, f in zip(smalls, fulls, strict=True) if not f.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
         return smalls
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        from ..grads import SlicedGrad
         from . import many
 
+        whole = torch.is_grad_enabled()  # second derivatives are asked for: ordinary operations have them
         out: list[Tensor | None] = [None] * len(grads)
         pieces = []
-        dense = torch.is_grad_enabled()  # second derivatives are asked for: ordinary operations have them
-        for i, (note, grad) in enumerate(zip(ctx.notes, grads, strict=True)):
+        for i, (note, form, starts, grad) in enumerate(zip(ctx.notes, ctx.forms, ctx.starts, grads, strict=True)):
             if grad is None or not ctx.needs_input_grad[i + 1]:
                 continue
-            rows, cols = ctx.places[i]
-            (row_gain, row_scale), (col_gain, col_scale) = (
-                _scale(note.rows, note.scale_rows), _scale(note.cols, note.scale_cols),
-            )  # fmt: skip
-            compact = all(a is None or a.slice.grads == "compact" for a in (note.rows, note.cols))
-            if compact and not dense:
-                out[i] = SlicedGrad(grad, ctx.likes[i], rows, cols, row_gain * col_gain, row_scale, col_scale)
+            if whole or form.compact or starts != note.place():
+                sliced = _sliced(note, form, starts, grad)
+                out[i] = sliced if form.compact and not whole else sliced.dense()
                 continue
-            starts = [None if p is None else p.start_on(grad.device) for p in (rows, cols)]
-            geometries = [[] if p is None else list(p.geometry) for p in (rows, cols)]
-            shape, channels_last, dtype = ctx.likes[i]
-            if dense:
-                put = torch.ops.sliceout.put
-                small = grad if row_gain * col_gain == 1 else grad * (row_gain * col_gain)
-                out[i] = put(small, *starts, *geometries, row_scale, col_scale, shape, channels_last, dtype)
-                continue
-            full = torch.empty(
-                shape, dtype=dtype, device=grad.device, memory_format=views.format_of(len(shape), channels_last)
-            )
-            row, col = (None if s is None else (s, g) for s, g in zip(starts, geometries, strict=True))
-            pieces.append(many.Piece(full, grad, row, col, row_gain * col_gain, row_scale, col_scale))
+            shape, _, dtype = form.like
+            full = torch.empty(shape, dtype=dtype, device=grad.device, memory_format=form.memory_format)
+            piece = form.piece(full, grad, form.put_layout)
+            if piece.layout is None:
+                piece.layout = form.put_layout = many.layout(piece, walk_full=True)
+            pieces.append(piece)
             out[i] = full
         if pieces:
             many.put(pieces)
         return None, *out
+
+
+def _sliced(note: Note, form: Form, starts: tuple[int, int], grad: Tensor) -> SlicedGrad:
+    """The gradient of one parameter by itself."""
+    from ..grads import Place, SlicedGrad
+
+    rows, cols = (
+        None if cut is None else Place(axis, start, tuple(cut[1]))  # type: ignore[arg-type]
+        for axis, start, cut in zip((note.rows, note.cols), starts, (form.rows, form.cols), strict=True)
+    )
+    return SlicedGrad(grad, form.like, rows, cols, form.gain, form.row_scale, form.col_scale)
 
 
 def usable(full: Tensor, rows: Axis | None, cols: Axis | None) -> bool:

@@ -40,27 +40,28 @@ class Piece:
     state: tuple[Tensor, ...] = ()
     step: Tensor | None = None
 
-    def fields(self, walked: Tensor, mapped: Tensor, zero: Tensor, first: int) -> list[int]:
-        """The row of the table: see ``_small_to_full``."""
-        n_rows, n_cols, rest = _matrix(walked)
-        mapped_rows, mapped_cols, _ = _matrix(mapped)
-        rows, cols, scales = self.rows, self.cols, (self.row_scale, self.col_scale)
-        if self.full.dim() == 1:  # a vector is one row of columns
-            rows, cols, scales = cols, rows, scales[::-1]
-        sides: list[int] = []
-        for side, here, there in ((rows, n_rows, mapped_rows), (cols, n_cols, mapped_cols)):
-            start, (size, width, _, inner) = side or (zero, (max(here, there), max(here, there), 1, 1))
-            sides += [start.data_ptr(), size, width, inner]
-        step = 0
-        if self.step is not None:
-            step = self.step.data_ptr() if self.step.is_cuda else int(self.step)
-        state = [t.data_ptr() for t in self.state]
-        return [
-            self.full.data_ptr(), self.small.data_ptr(), n_rows, n_cols, rest, mapped_cols,
-            int(is_channels_last(self.full)), *sides, *(0 if s is None else s.data_ptr() for s in scales),
-            struct.unpack("q", struct.pack("d", self.gain))[0],
-            *state, *[0] * (3 - len(state)), step, first,
-        ]  # fmt: skip
+    layout: list[int] | None = None
+    """What :func:`layout` says of this piece, where somebody has kept it."""
+
+
+def layout(piece: Piece, walk_full: bool) -> list[int]:
+    """The fields of the table that stay the same from step to step, and behind them how many tiles it takes."""
+    walked, mapped = (piece.full, piece.small) if walk_full else (piece.small, piece.full)
+    n_rows, n_cols, rest = _matrix(walked)
+    mapped_rows, mapped_cols, _ = _matrix(mapped)
+    rows, cols, scales = piece.rows, piece.cols, (piece.row_scale, piece.col_scale)
+    if piece.full.dim() == 1:  # a vector is one row of columns
+        rows, cols, scales = cols, rows, scales[::-1]
+    zero = _zero(piece.full.device)
+    sides: list[int] = []
+    for side, here, there in ((rows, n_rows, mapped_rows), (cols, n_cols, mapped_cols)):
+        start, (size, width, _, inner) = side or (zero, (max(here, there), max(here, there), 1, 1))
+        sides += [start.data_ptr(), size, width, inner]
+    return [
+        n_rows, n_cols, rest, mapped_cols, int(is_channels_last(piece.full)), *sides,
+        *(0 if s is None else s.data_ptr() for s in scales), struct.unpack("q", struct.pack("d", piece.gain))[0],
+        triton.cdiv(n_rows, BLOCK_R) * triton.cdiv(n_cols * rest, BLOCK_C),
+    ]  # fmt: skip
 
 
 def supports(*tensors: Tensor) -> bool:
@@ -71,28 +72,29 @@ def _launch(kernel: Any, pieces: list[Piece], walk_full: bool, dtypes: Any, *arg
     """Run ``kernel`` over pieces that agree on ``dtypes(piece)``, one launch for each kind."""
     alike: dict[Any, list[Piece]] = {}
     for piece in pieces:
-        if piece.small.numel():
-            alike.setdefault(dtypes(piece), []).append(piece)
+        alike.setdefault(dtypes(piece), []).append(piece)
     for kinds, same in alike.items():
+        rows, tiles, first = [], [], 0
+        for piece in same:
+            *fields, count = piece.layout or layout(piece, walk_full)
+            state = [t.data_ptr() for t in piece.state]
+            step = 0 if piece.step is None else piece.step.data_ptr() if piece.step.is_cuda else int(piece.step)
+            pointers = piece.full.data_ptr(), piece.small.data_ptr()
+            rows.append([*pointers, *fields, *state, *[0] * (3 - len(state)), step, first])
+            tiles.append(count)
+            first += count
+        if first == 0:
+            continue
         device = same[0].full.device
-        zero = _zero(device)
-        rows, tiles = [], []
-        for i, piece in enumerate(same):
-            walked, mapped = (piece.full, piece.small) if walk_full else (piece.small, piece.full)
-            rows.append(piece.fields(walked, mapped, zero, len(tiles)))
-            n_rows, n_cols, rest = _matrix(walked)
-            tiles += [i] * (triton.cdiv(n_rows, BLOCK_R) * triton.cdiv(n_cols * rest, BLOCK_C))
-        table = tables.make(rows, device)
-        owner = _tiles(tuple(tiles), device)
         with torch.cuda.device_of(same[0].full):
-            kernel[(len(tiles),)](
-                table, owner, *args, *(_DTYPES[d] for d in kinds), torch.float64 in kinds,
-                FIELDS, BLOCK_R, BLOCK_C, **flags,
+            kernel[(first,)](
+                tables.make(rows, device), _owners(tuple(tiles), device), *args,
+                *(_DTYPES[d] for d in kinds), torch.float64 in kinds, FIELDS, BLOCK_R, BLOCK_C, **flags,
             )  # fmt: skip
 
 
 _zeros: dict[torch.device, Tensor] = {}
-_owners: dict[tuple[int, torch.device], Tensor] = {}
+_kept: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
 
 def _zero(device: torch.device) -> Tensor:
@@ -102,16 +104,17 @@ def _zero(device: torch.device) -> Tensor:
     return _zeros[device]
 
 
-def _tiles(tiles: tuple[int, ...], device: torch.device) -> Tensor:
-    """Which piece each tile belongs to; the same from step to step, so it is kept."""
-    key = hash(tiles), device
-    if key not in _owners:
-        if len(_owners) > 256:
-            _owners.clear()
+def _owners(tiles: tuple[int, ...], device: torch.device) -> Tensor:
+    """Which piece each tile belongs to, given how many each has; the same from step to step, so it is kept."""
+    key = tiles, device
+    if key not in _kept:
+        if len(_kept) > 256:
+            _kept.clear()
+        owners = torch.arange(len(tiles)).repeat_interleave(torch.tensor(tiles))
         if tables.capturing(device):
-            return tables.make([list(tiles)], device).view(-1)
-        _owners[key] = torch.tensor(tiles, dtype=torch.int64).to(device)
-    return _owners[key]
+            return tables.make(owners.tolist(), device)
+        _kept[key] = owners.to(device)
+    return _kept[key]
 
 
 # -- index arithmetic --------------------------------------------------------------------------------------------------

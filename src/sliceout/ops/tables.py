@@ -1,18 +1,43 @@
 """Numbers that a kernel reads from device memory instead of its arguments: what makes one launch serve many tensors.
 
 While a CUDA graph is captured nothing can be copied to the device, but the numbers (addresses above all) are only
-needed when the graph is replayed. So inside :func:`deferred` tables are allocated at once and filled at the end.
+needed when the graph is replayed. So inside :func:`deferred` tables are laid out at once and filled at the end. Their
+memory is set aside before the capture: what is allocated during one is used by other tensors earlier in every replay.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-_waiting: list[tuple[Tensor, Tensor]] | None = None
+
+class Arena:
+    """Memory for the tables of one captured graph; it must live as long as the graph."""
+
+    def __init__(self, entries: int, device: torch.device) -> None:
+        self.memory = torch.empty(entries, dtype=torch.int64, device=device)
+        self.used = 0
+        self.waiting: list[tuple[Tensor, Tensor]] = []
+
+    def make(self, values: Tensor) -> Tensor:
+        begin, self.used = self.used, self.used + -(-values.numel() // 2) * 2  # 16 bytes, as kernels like it
+        if self.used > len(self.memory):
+            raise RuntimeError(f"the tables of this graph need more than the {len(self.memory)} entries set aside")
+        table = self.memory[begin : begin + values.numel()].view(values.shape)
+        self.waiting.append((table, values))
+        return table
+
+    def fill(self) -> None:
+        for table, values in self.waiting:
+            table.copy_(values)
+        self.waiting = []
+
+
+_arena: Arena | None = None
 
 
 def capturing(device: torch.device) -> bool:
@@ -22,29 +47,24 @@ def capturing(device: torch.device) -> bool:
 
 def possible(device: torch.device) -> bool:
     """Whether tables can be made now: not inside a capture that nobody will complete."""
-    return _waiting is not None or not capturing(device)
+    return _arena is not None or not capturing(device)
 
 
-def make(rows: list[list[int]], device: torch.device) -> Tensor:
+def make(rows: list[Any], device: torch.device) -> Tensor:
     """An int64 table on ``device``."""
     values = torch.tensor(rows, dtype=torch.int64)
-    if _waiting is not None and capturing(device):
-        table = torch.empty(values.shape, dtype=torch.int64, device=device)
-        _waiting.append((table, values))
-        return table
+    if _arena is not None and capturing(device):
+        return _arena.make(values)
     return values.to(device, non_blocking=True)  # pageable memory is staged at once: no synchronisation
 
 
 @contextlib.contextmanager
-def deferred() -> Iterator[list[Tensor]]:
-    """Around a capture: yields a list that holds its tables afterwards, which must live as long as the graph."""
-    global _waiting
-    before, _waiting = _waiting, []
-    tables: list[Tensor] = []
+def deferred(entries: int, device: torch.device) -> Iterator[Arena]:
+    """Around a capture, whose tables will hold at most so many ``entries``."""
+    global _arena
+    before, _arena = _arena, Arena(entries, device)
     try:
-        yield tables
-        for table, values in _waiting:
-            table.copy_(values)
-            tables.append(table)
+        yield _arena
+        _arena.fill()
     finally:
-        _waiting = before
+        _arena = before
