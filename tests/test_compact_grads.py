@@ -97,9 +97,12 @@ def test_what_autograd_hands_to_two_parameters_is_not_shared_by_their_gradients(
     small = sliceout.ops.take(a, s.axis()) + sliceout.ops.take(b, s.axis())
     small.backward(torch.arange(4.0))
     a.grad.mul_(10.0)
+    assert (a.grad.sum(), b.grad.sum()) == (60, 6)
+    a.grad = b.grad = None
+    small = sliceout.ops.take(a, s.axis()) + sliceout.ops.take(b, s.axis())
+    small.backward(torch.arange(4.0))
     torch._foreach_mul_([a.grad], 2.0)
-    assert a.grad.sum() == 120
-    assert b.grad.sum() == 6
+    assert (a.grad.sum(), b.grad.sum()) == (12, 6)
     a.grad = b.grad = None
     sliceout.ops.take(a, s.axis()).sum().backward()  # an expanded number, which cannot be written to
     a.grad.mul_(3.0)
@@ -107,13 +110,18 @@ def test_what_autograd_hands_to_two_parameters_is_not_shared_by_their_gradients(
 
 
 def test_hooks_that_keep_the_gradient_do_not_make_it_dense(float64):
-    model, kept = build("mlp", grads="compact"), []
-    model[2].weight.register_hook(kept.append)
-    model[2].weight.register_hook(lambda g: g * 2)
-    loss_of(model, data("mlp")).backward()
-    grad = model[2].weight.grad
-    assert isinstance(grad, SlicedGrad)
-    exactly(grad.dense(), kept[0].dense() * 2)
+    for change in (None, lambda g: g * 2):
+        model, kept = build("mlp", grads="compact"), []
+        model[2].weight.register_hook(kept.append)
+        if change is not None:
+            model[2].weight.register_hook(change)
+        loss_of(model, data("mlp")).backward()
+        grad = model[2].weight.grad
+        assert isinstance(grad, SlicedGrad)
+        exactly(grad.dense(), kept[0].dense() * (1 if change is None else 2))
+        before = kept[0].dense()
+        grad.mul_(3)
+        exactly(kept[0].dense(), before)
 
 
 def test_autograd_grad_and_second_derivatives(float64):
@@ -157,6 +165,7 @@ READING = {
     "norm of rows": lambda g: torch.linalg.vector_norm(g, 2, dim=1),
     "norm kept": lambda g: torch.linalg.vector_norm(g, 2, keepdim=True),
     "norms": lambda g: torch._foreach_norm([g, g + 1])[0],
+    "norms -inf": lambda g: torch._foreach_norm([g], -torch.inf)[0],
     "norms 0": lambda g: torch._foreach_norm([g], 0)[0],
     "max": lambda g: g.max(),
     "isfinite": lambda g: g.isfinite().all(),
@@ -266,6 +275,13 @@ def test_views_are_views(float64):
     assert (row == 3).all()
     row.zero_()
     assert compact.sum() == 3.0 * 11 * 16
+    compact.zero_()
+    assert compact.is_sliced()
+    row.fill_(2.0)
+    assert compact.sum() == 2.0 * 16
+    compact.zero_()
+    compact.add_(1.0)
+    assert (row == 1).all()
 
 
 def test_gradients_of_two_draws_add_up(float64):
