@@ -74,6 +74,7 @@ class Slice:
         self.seed = _whole("seed", seed)
         self.stream = 0
         self.on = True
+        self._axes: dict[tuple[int, int], Axis] = {}
         self.gain, self.scale = self._scale()
         self.start = torch.zeros(1, dtype=torch.int64, device="cpu")  # whatever the default device is
         self.start_on_host = 0
@@ -175,7 +176,9 @@ class Slice:
 
         ``axis(blocks=heads)`` slices every head alike; ``axis(inner=49)`` is a 7x7 map flattened behind its channels.
         """
-        return Axis(self, blocks, inner)
+        if (blocks, inner) not in self._axes:
+            self._axes[blocks, inner] = Axis(self, blocks, inner)
+        return self._axes[blocks, inner]
 
     def __repr__(self) -> str:
         extra = "" if self.norm == "probabilistic" else f", norm={self.norm}"
@@ -273,7 +276,8 @@ class Slices:
         self.stamp = 0  # changes whenever starts may have
         self.witness: int | None = None  # see draws.notice
         self.version = self.changes = 0
-        self._table: Tensor | None = None
+        self._ahead: Ahead | None = None
+        self.fetched: Any = None  # see ops.gather
         self._tell_apart()
         for s in self.members:
             s.family = self
@@ -296,17 +300,18 @@ class Slices:
         self.drawn += 1
         self.stamp += 1
         self.step += 1
-        if self._table is None:
-            self._tell_apart()  # what was loaded may have come from before they met
-            self._table = table(self.members)
-        draw(self.members, self.step, self._table)
+        if self._ahead is None or not self._ahead.knows(self.step):
+            if self._ahead is None:
+                self._tell_apart()  # what was loaded may have come from before they met
+            self._ahead = Ahead(self.members, self.step, AHEAD)
+        self._ahead.draw(self.step)
 
     def seek_(self, step: int) -> None:
         """Go to the starts of ``step``, as after loading a checkpoint."""
         self.step = step
         self.stamp += 1
-        self._table = None  # made anew at the next draw
-        draw(self.members, step, table(self.members))
+        self._ahead = None  # made anew at the next draw
+        Ahead(self.members, step, 1).draw(step)
 
     def state_dict(self) -> dict[str, Any]:
         """What to save where checkpoints do not keep the metadata of ``model.state_dict()`` (safetensors, DCP)."""
@@ -322,7 +327,7 @@ class Slices:
         self.seek_(state["step"])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "witness": None, "version": 0, "changes": 0}
+        return {**self.__dict__, "witness": None, "version": 0, "changes": 0, "_ahead": None, "fetched": None}
 
     def __repr__(self) -> str:
         return f"Slices(step={self.step}, {self.members})"
@@ -382,23 +387,44 @@ def starts_at(step: int | Tensor, table: Tensor) -> Tensor:
     return torch.minimum(((bits * count) >> 32) * stride, last)
 
 
-def draw(slices: list[Slice], step: int, table: Tensor) -> None:
-    """Set the starts of all ``slices`` to those of ``step``: one vectorised draw, one copy to each device."""
-    if not slices:
-        return
-    starts = starts_at(step, table)
-    on_device: dict[torch.device, list[int]] = {}
-    for i, (s, start) in enumerate(zip(slices, starts.tolist(), strict=True)):
-        s.start_on_host = start
-        if len(s.start) == 1:
-            on_device.setdefault(s.start.device, []).append(i)
-    for device, members in on_device.items():
-        values = starts if len(members) == len(slices) else starts[members]
-        values = values.to(device, non_blocking=True)  # pageable memory is staged at once: no synchronisation
-        torch._foreach_copy_([slices[i].start for i in members], list(values.split(1)))
-    kinds: list[Any] = list(dict.fromkeys(map(type, slices)))
-    for kind in kinds:
-        kind.settle([s for s in slices if type(s) is kind])
+AHEAD = 64
+"""Steps whose starts are computed together: one at a time would cost eager training half a millisecond a step."""
+
+
+class Ahead:
+    """The starts of ``slices`` at ``count`` steps from ``first`` on, on the host and on the devices."""
+
+    def __init__(self, slices: list[Slice], first: int, count: int) -> None:
+        self.slices, self.first = slices, first
+        starts = starts_at(torch.arange(first, first + count, device="cpu")[:, None], table(slices))
+        self.on_host: list[list[int]] = starts.tolist()
+        self.tensors = [s.start for s in slices]
+        on_device: dict[torch.device, list[int]] = {}
+        for i, s in enumerate(slices):
+            if len(s.start) == 1:
+                on_device.setdefault(s.start.device, []).append(i)
+        self.on_device = [
+            ([self.tensors[i] for i in members], starts[:, members].to(device, non_blocking=True))  # no synchronisation
+            for device, members in on_device.items()
+        ]
+        kinds: list[Any] = list(dict.fromkeys(map(type, slices)))
+        self.kinds = [(k, [s for s in slices if type(s) is k]) for k in kinds if k is not Slice]
+
+    def knows(self, step: int) -> bool:
+        """Whether ``step`` is among them, and the starts are still kept in the same places."""
+        return 0 <= step - self.first < len(self.on_host) and all(
+            s.start is t for s, t in zip(self.slices, self.tensors, strict=True)
+        )
+
+    def draw(self, step: int) -> None:
+        """Set all starts to those of ``step``: one copy on each device."""
+        row = step - self.first
+        for s, start in zip(self.slices, self.on_host[row], strict=True):
+            s.start_on_host = start
+        for tensors, values in self.on_device:
+            torch._foreach_copy_(tensors, list(values[row].split(1)))
+        for kind, members in self.kinds:
+            kind.settle(members)
 
 
 # -- checking what was passed ------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import store_, take
+from ..ops import store_, take, take_to_change
 from ..slices import Axis
 from .base import Sliced, _attach, _check_last, _check_size
 
@@ -38,7 +38,7 @@ class _BatchNorm(Sliced):
                 )
             self.num_batches_tracked.add_(1)
         if mean is not None and var is not None:
-            mean, var = take(mean, axis), take(var, axis)
+            mean, var = take_to_change((mean, var), axis)
         weight, bias = (None if p is None else take(p, axis) for p in (self.weight, self.bias))  # type: ignore[attr-defined]
         y = F.batch_norm(x, mean, var, weight, bias, self.training or mean is None, momentum or 0.0, self.eps)  # type: ignore[attr-defined]
         if self.training and mean is not None and var is not None:

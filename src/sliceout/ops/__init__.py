@@ -27,7 +27,7 @@ from . import gather, library, reference, views
 if TYPE_CHECKING:
     from ..slices import Axis, Joint
 
-__all__ = ["by_views", "library", "store_", "take", "without_views"]
+__all__ = ["by_views", "library", "store_", "take", "take_to_change", "without_views"]
 
 
 _views = True
@@ -70,6 +70,10 @@ def take(
     """
     if rows is None and cols is None:
         return full if dtype is None else full.to(dtype)
+    if gather.usable(full) and not torch.compiler.is_compiling():
+        small = gather.take(full, rows, cols, scale_rows, scale_cols, dtype)
+        if small is not None:
+            return small
     if hasattr(rows, "parts") or hasattr(cols, "parts"):
         return _take_parts(full, rows, cols, scale_rows=scale_rows, scale_cols=scale_cols, dtype=dtype)
     for dim, axis in enumerate((rows, cols)):
@@ -77,10 +81,6 @@ def take(
             raise ValueError(
                 f"dimension {dim} of shape {tuple(full.shape)} does not match {axis}, which covers {axis.size}"
             )
-    if not torch.compiler.is_compiling() and gather.usable(full, rows, cols):
-        small = _fetched(full, rows, cols, scale_rows, scale_cols, dtype)
-        if small is not None:
-            return small
     table = any(a is not None and reference.is_table(a.slice.start) for a in (rows, cols))
     if full.requires_grad and not table and _wants_compact(full, rows, cols):
         from ..grads import Take
@@ -98,17 +98,6 @@ def take(
         cols.slice.scale if cols is not None and scale_cols else None,
     )
     return torch.ops.sliceout.take(full, *args, dtype)
-
-
-def _fetched(
-    full: Tensor, rows: Any, cols: Any, scale_rows: bool, scale_cols: bool, dtype: torch.dtype | None
-) -> Tensor | None:
-    """What was fetched together with other slices. Statistics that lie in one piece are better written in place."""
-    if not full.requires_grad and by_views(full):
-        row, col = (views.WHOLE if a is None else (a.slice.start_on_host, a.geometry) for a in (rows, cols))
-        if views._is_one_rectangle(row, col):
-            return None
-    return gather.take(full, rows, cols, scale_rows, scale_cols, dtype)
 
 
 def _wants_compact(full: Tensor, rows: Axis | None, cols: Axis | None) -> bool:
@@ -133,8 +122,19 @@ def _take_parts(full: Tensor, rows: Any, cols: Any, **settings: Any) -> Tensor:
     return torch.cat(taken, dim)
 
 
+def take_to_change(fulls: Sequence[Tensor], rows: Axis | Joint) -> tuple[Tensor, ...]:
+    """:func:`take` of vectors that get no gradient and will be written to: in eager code, where it can be, in place."""
+    if not hasattr(rows, "parts") and not reference.is_table(rows.slice.start) and by_views(fulls[0]):
+        cut = rows.slice.start_on_host, rows.geometry
+        if views.is_one_rectangle(cut, views.WHOLE):
+            return tuple(views.take(full, cut, views.WHOLE) for full in fulls)
+    return tuple(take(full, rows) for full in fulls)
+
+
 def store_(fulls: Sequence[Tensor], smalls: Sequence[Tensor], rows: Axis | Joint) -> None:
     """Write each of ``smalls`` over the kept entries of its vector in ``fulls``, which get no gradient."""
+    if not torch.compiler.is_compiling() and all(s._base is f for s, f in zip(smalls, fulls, strict=True)):
+        return  # views: what was written to them is in place
     if hasattr(rows, "parts"):
         sizes, widths = ([getattr(part, what) for part in rows.parts] for what in ("size", "width"))
         sections = zip(*(f.split(sizes) for f in fulls)), zip(*(s.split(widths) for s in smalls))  # noqa: B905

@@ -22,7 +22,7 @@ from . import reference, tables, views
 
 if TYPE_CHECKING:
     from ..grads import SlicedGrad
-    from ..slices import Axis, Slices
+    from ..slices import Axis
     from .many import Piece
 
 PORTION = 1 << 26
@@ -32,32 +32,51 @@ FORGET = 64
 
 
 def take(
-    full: Tensor, rows: Axis | None, cols: Axis | None, scale_rows: bool, scale_cols: bool, dtype: torch.dtype | None
+    full: Tensor, rows: Any, cols: Any, scale_rows: bool, scale_cols: bool, dtype: torch.dtype | None
 ) -> Tensor | None:
     """The slice of ``full`` from what was fetched, or ``None``: then it must be taken by itself this time."""
-    if not tables.possible(full.device) or type(full) not in _PLAIN or not full.is_leaf or views._transformed():
+    if _transformed():
         return None
-    family = (rows or cols).slice.family  # type: ignore[union-attr]
-    if rows is not None and cols is not None and rows.slice.family is not cols.slice.family:
-        return None
-    plan = _plans.get(family)
+    family = (cols if rows is None else rows).slice.family
+    plan: Plan = family.fetched
     if plan is None:
-        plan = _plans[family] = Plan()
-    return plan.take(family, full, (id(full), rows, cols, scale_rows, scale_cols, dtype))
+        plan = family.fetched = Plan()
+    capturing = tables.capturing(full.device)
+    if family.stamp != plan.stamp or capturing is not plan.capturing:
+        if capturing and not tables.possible(full.device):
+            return None
+        plan.begin(family.stamp, capturing)
+    key = id(full), id(rows), id(cols), scale_rows, scale_cols, dtype
+    note = plan.notes.get(key)
+    if note is None or note.full() is not full:
+        plan.learn(key, Note(full, rows, cols, scale_rows, scale_cols, dtype, plan.round))
+        return None
+    if note.alone:
+        return None
+    note.used = plan.round
+    wanted = torch.is_grad_enabled()
+    small = note.small.get(wanted)
+    if small is None or note.version != full._version or note.address != full.data_ptr():
+        plan.fetch(note, wanted)
+        small = note.small[wanted]
+    return small
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-_plans: weakref.WeakKeyDictionary[Slices, Plan] = weakref.WeakKeyDictionary()
-Key = tuple[int, "Axis | None", "Axis | None", bool, bool, "torch.dtype | None"]
+_transformed = torch._C._are_functorch_transforms_active
+Key = tuple[int, int, int, bool, bool, "torch.dtype | None"]
 
 
 class Note:
     """A take that has been seen and will be fetched with the others."""
 
-    def __init__(self, full: Tensor, key: Key, used: int) -> None:
+    def __init__(
+        self, full: Tensor, rows: Any, cols: Any, scale_rows: bool, scale_cols: bool, dtype: Any, used: int
+    ) -> None:
         self.full = weakref.ref(full)
-        _, self.rows, self.cols, self.scale_rows, self.scale_cols, dtype = key
+        self.rows, self.cols, self.scale_rows, self.scale_cols = rows, cols, scale_rows, scale_cols
         self.dtype = dtype or full.dtype
+        self.alone = not _fits(full, rows, cols)
         self.portion = -1
         self.used = used
         self.version = -1
@@ -114,48 +133,49 @@ def _scale(axis: Axis | None, wanted: bool) -> tuple[float, Tensor | None]:
     return (axis.slice.gain, None) if axis.slice.gain is not None else (1.0, axis.slice.scale)
 
 
+def _fits(full: Tensor, rows: Any, cols: Any) -> bool:
+    """Whether it can be fetched with others: a plain parameter or buffer, and slices of one family."""
+    axes = [a for a in (rows, cols) if a is not None]
+    return (
+        type(full) in _PLAIN
+        and full.is_leaf
+        and not any(hasattr(a, "parts") or reference.is_table(a.slice.start) for a in axes)
+        and len({a.slice.family for a in axes}) == 1
+        and all(full.shape[d] == a.size for d, a in enumerate((rows, cols)) if a is not None)
+    )
+
+
 class Plan:
     """What the forward passes of one model take."""
 
     def __init__(self) -> None:
         self.notes: dict[Key, Note] = {}
         self.portions: list[list[Note]] = []
-        self.stamp: tuple[Any, ...] = ()
+        self.stamp = -1
+        self.capturing = False
         self.round = 0
         self.stale = False
 
-    def take(self, family: Slices, full: Tensor, key: Key) -> Tensor | None:
-        stamp = family.stamp, tables.capturing(full.device)
-        if stamp != self.stamp:
-            self.begin(stamp)
-        note = self.notes.get(key)
-        if note is None or note.full() is not full:
-            self.notes[key] = Note(full, key, self.round)
-            self.stale = True
-            return None
-        note.used = self.round
-        wanted = torch.is_grad_enabled()
-        if wanted not in note.small or not note.holds(full):
-            if self.stale:
-                self.arrange()
-            self.fetch(self.portions[note.portion], wanted)
-        return note.small[wanted]
-
-    def begin(self, stamp: tuple[Any, ...]) -> None:
+    def begin(self, stamp: int, capturing: bool) -> None:
         """A new round: nothing that was fetched is true any more."""
-        self.stamp = stamp
+        self.stamp, self.capturing = stamp, capturing
         self.round += 1
         for note in self.notes.values():
             note.small = {}
+
+    def learn(self, key: Key, note: Note) -> None:
+        self.notes[key] = note
+        self.stale = True
 
     def arrange(self) -> None:
         """Put the notes into portions, parameters apart from statistics, which change during a pass."""
         alive = [(key, note) for key, note in self.notes.items() if note.full() is not None]
         self.notes = {key: note for key, note in alive if note.used > self.round - FORGET}
+        together = [note for note in self.notes.values() if not note.alone]
         limit = PORTION if torch.distributed.is_available() and torch.distributed.is_initialized() else math.inf
         self.portions, room = [], {True: 0.0, False: 0.0}
         open_portion: dict[Any, int] = {}
-        for note in self.notes.values():
+        for note in together:
             full = note.full()
             assert full is not None
             kind = full.requires_grad, full.device
@@ -168,8 +188,11 @@ class Plan:
             self.portions[note.portion].append(note)
         self.stale = False
 
-    def fetch(self, portion: list[Note], wanted: bool) -> None:
-        """Take every slice of ``portion`` in one launch."""
+    def fetch(self, note: Note, wanted: bool) -> None:
+        """Take every slice that belongs to the portion of ``note`` in one launch."""
+        if self.stale:
+            self.arrange()
+        portion = self.portions[note.portion]
         fulls = [note.full() for note in portion]
         alive = [(n, f) for n, f in zip(portion, fulls, strict=True) if f is not None]
         notes, tensors = [n for n, _ in alive], [f for _, f in alive]
@@ -247,6 +270,6 @@ def _sliced(note: Note, form: Form, starts: tuple[int, int], grad: Tensor) -> Sl
     return SlicedGrad(grad, form.like, rows, cols, form.gain, form.row_scale, form.col_scale)
 
 
-def usable(full: Tensor, rows: Axis | None, cols: Axis | None) -> bool:
-    """Whether a slice of this tensor may be fetched with others: plain slices of eager code on a GPU."""
-    return full.is_cuda and not any(a is not None and reference.is_table(a.slice.start) for a in (rows, cols))
+def usable(full: Tensor) -> bool:
+    """Where launches are what eager code waits for."""
+    return full.is_cuda

@@ -7,6 +7,7 @@ memory, so that one captured graph serves every draw, and index arithmetic is pe
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from .views import is_channels_last, memory_format
 
 BLOCK_R, BLOCK_C = 4, 256
 FIELDS = 23
+"""Of a row of the table: 0 full, 1 small, 2-4 state, 5 step; 6 rows, 7 columns and 8 rest of the tensor that is walked,
+9 columns of the other one, 10 channels_last; start, size, width, inner of 11-14 rows and 15-18 columns; 19 row scale,
+20 column scale, 21 gain; 22 the first tile."""
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float64: tl.float64}
 
 
@@ -74,25 +78,42 @@ def _launch(kernel: Any, pieces: list[Piece], walk_full: bool, dtypes: Any, *arg
     for piece in pieces:
         alike.setdefault(dtypes(piece), []).append(piece)
     for kinds, same in alike.items():
-        rows, tiles, first = [], [], 0
-        for piece in same:
-            *fields, count = piece.layout or layout(piece, walk_full)
-            state = [t.data_ptr() for t in piece.state]
-            step = 0 if piece.step is None else piece.step.data_ptr() if piece.step.is_cuda else int(piece.step)
-            pointers = piece.full.data_ptr(), piece.small.data_ptr()
-            rows.append([*pointers, *fields, *state, *[0] * (3 - len(state)), step, first])
-            tiles.append(count)
-            first += count
-        if first == 0:
+        fields, tiles = _fields([p.layout or layout(p, walk_full) for p in same])
+        if not tiles:
             continue
+        pointers = [[p.full.data_ptr(), p.small.data_ptr(), *_changing(p)] for p in same]
         device = same[0].full.device
+        table = tables.make(torch.cat([torch.tensor(pointers), fields], 1), device)
         with torch.cuda.device_of(same[0].full):
-            kernel[(first,)](
-                tables.make(rows, device), _owners(tuple(tiles), device), *args,
+            kernel[(sum(tiles),)](
+                table, _owners(tiles, device), *args,
                 *(_DTYPES[d] for d in kinds), torch.float64 in kinds, FIELDS, BLOCK_R, BLOCK_C, **flags,
             )  # fmt: skip
 
 
+def _changing(piece: Piece) -> list[int]:
+    """Where its state and its step count are; a count that is kept on the host is given itself."""
+    if not piece.state and piece.step is None:
+        return [0, 0, 0, 0]
+    state = [t.data_ptr() for t in piece.state]
+    step = 0 if piece.step is None else piece.step.data_ptr() if piece.step.is_cuda else int(piece.step)
+    return [*state, *[0] * (3 - len(state)), step]
+
+
+def _fields(layouts: list[list[int]]) -> tuple[Tensor, tuple[int, ...]]:
+    """The unchanging columns of the table, and the tiles of each piece; kept for layouts that are."""
+    key = tuple(map(id, layouts))
+    if key not in _known:
+        if len(_known) > 64:
+            _known.clear()
+        tiles = tuple(fields[-1] for fields in layouts)
+        first = [0, *itertools.accumulate(tiles)]
+        rows = [[*fields[:-1], at] for fields, at in zip(layouts, first, strict=False)]
+        _known[key] = layouts, torch.tensor(rows), tiles if first[-1] else ()  # layouts: so that no id is used again
+    return _known[key][1:]
+
+
+_known: dict[tuple[int, ...], tuple[list[list[int]], Tensor, tuple[int, ...]]] = {}
 _zeros: dict[torch.device, Tensor] = {}
 _kept: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
@@ -112,7 +133,7 @@ def _owners(tiles: tuple[int, ...], device: torch.device) -> Tensor:
             _kept.clear()
         owners = torch.arange(len(tiles)).repeat_interleave(torch.tensor(tiles))
         if tables.capturing(device):
-            return tables.make(owners.tolist(), device)
+            return tables.make(owners, device)
         _kept[key] = owners.to(device)
     return _kept[key]
 
@@ -125,14 +146,14 @@ def _tile(table, owner, FIELDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl
     """The row of the table, and the rows and entries of this tile."""
     program = tl.program_id(0)
     d = table + tl.load(owner + program) * FIELDS
-    n_rows = tl.load(d + 2).to(tl.int32)
-    n_cols = tl.load(d + 3).to(tl.int32)
-    rest = tl.load(d + 4).to(tl.int32)
+    n_rows = tl.load(d + 6).to(tl.int32)
+    n_cols = tl.load(d + 7).to(tl.int32)
+    rest = tl.load(d + 8).to(tl.int32)
     tile = program - tl.load(d + 22).to(tl.int32)
     across = tl.cdiv(n_cols * rest, BLOCK_C)
     r = tile // across * BLOCK_R + tl.arange(0, BLOCK_R)
     e = tile % across * BLOCK_C + tl.arange(0, BLOCK_C)
-    if tl.load(d + 6) != 0:  # channels_last: the column is the fastest index
+    if tl.load(d + 10) != 0:  # channels_last: the column is the fastest index
         c = e % n_cols
         k = e // n_cols
     else:
@@ -168,8 +189,8 @@ def _target(i, d):
 
 @triton.jit
 def _mapped(d, rr, cc, k, rest):
-    mapped_cols = tl.load(d + 5).to(tl.int32)
-    if tl.load(d + 6) != 0:  # noqa: SIM108
+    mapped_cols = tl.load(d + 9).to(tl.int32)
+    if tl.load(d + 10) != 0:  # noqa: SIM108
         e = k * mapped_cols + cc
     else:
         e = cc * rest + k
@@ -179,12 +200,12 @@ def _mapped(d, rr, cc, k, rest):
 @triton.jit
 def _scaled(value, d, row_unit, col_unit, row_in, col_in):
     """Times what the slices are normalised with."""
-    value = value * tl.load(d + 17).to(tl.float64, bitcast=True).to(value.dtype)
-    at = tl.load(d + 15)
+    value = value * tl.load(d + 21).to(tl.float64, bitcast=True).to(value.dtype)
+    at = tl.load(d + 19)
     if at != 0:
         scale = tl.load(at.to(tl.pointer_type(tl.float64)) + row_unit, mask=row_in, other=0)
         value = value * scale.to(value.dtype)[:, None]
-    at = tl.load(d + 16)
+    at = tl.load(d + 20)
     if at != 0:
         scale = tl.load(at.to(tl.pointer_type(tl.float64)) + col_unit, mask=col_in, other=0)
         value = value * scale.to(value.dtype)[None, :]
@@ -203,8 +224,8 @@ def _take_kernel(
     row_in = r < n_rows
     col_in = e < n_entries
     inside = row_in[:, None] & col_in[None, :]
-    rr, row_unit = _source(r, d + 7)
-    cc, col_unit = _source(c, d + 11)
+    rr, row_unit = _source(r, d + 11)
+    cc, col_unit = _source(c, d + 15)
     full = tl.load(d).to(tl.pointer_type(FULL))
     small = tl.load(d + 1).to(tl.pointer_type(SMALL))
     value = tl.load(full + _mapped(d, rr, cc, k, rest), mask=inside, other=0)
@@ -220,8 +241,8 @@ def _put_kernel(
     d, r, e, c, k, n_rows, n_entries, rest = _tile(table, owner, FIELDS, BLOCK_R, BLOCK_C)
     row_in = r < n_rows
     col_in = e < n_entries
-    rr, row_kept, row_unit = _target(r, d + 7)
-    cc, col_kept, col_unit = _target(c, d + 11)
+    rr, row_kept, row_unit = _target(r, d + 11)
+    cc, col_kept, col_unit = _target(c, d + 15)
     inside = row_in[:, None] & col_in[None, :]
     kept = inside & row_kept[:, None] & col_kept[None, :]
     full = tl.load(d).to(tl.pointer_type(FULL))
@@ -260,16 +281,16 @@ def _adam_kernel(
     if FOUND_INF:  # GradScaler met an overflow: nothing is touched
         row_in = row_in & (tl.load(found_inf + 0 * r) == 0)
     inside = row_in[:, None] & col_in[None, :]
-    rr, row_unit = _source(r, d + 7)
-    cc, col_unit = _source(c, d + 11)
+    rr, row_unit = _source(r, d + 11)
+    cc, col_unit = _source(c, d + 15)
     at = _mapped(d, rr, cc, k, rest)
     params = tl.load(d).to(tl.pointer_type(FULL)) + at
-    averages = tl.load(d + 18).to(tl.pointer_type(STATE)) + at
-    squares = tl.load(d + 19).to(tl.pointer_type(STATE)) + at
+    averages = tl.load(d + 2).to(tl.pointer_type(STATE)) + at
+    squares = tl.load(d + 3).to(tl.pointer_type(STATE)) + at
     grads = tl.load(d + 1).to(tl.pointer_type(SMALL)) + r.to(tl.int64)[:, None] * n_entries + e[None, :]
     if LR_LIVES_ON_DEVICE:
         lr = tl.load(lr)
-    step = tl.load(d + 21)
+    step = tl.load(d + 5)
     if STEP_LIVES_ON_DEVICE:
         step = tl.load(step.to(tl.pointer_type(tl.float32)))
     count = step.to(tl.float64)  # in float32, 1 - 0.999 ** 1 would be four digits
@@ -294,7 +315,7 @@ def _adam_kernel(
     tl.store(averages, m.to(STATE), mask=inside)
     tl.store(squares, v.to(STATE), mask=inside)
     if AMSGRAD:
-        most = tl.load(d + 20).to(tl.pointer_type(STATE)) + at
+        most = tl.load(d + 4).to(tl.pointer_type(STATE)) + at
         v = tl.maximum(v, tl.load(most, mask=inside, other=0).to(tl.float32))
         tl.store(most, v.to(STATE), mask=inside)
     p = p - lr / correction1 * (m / (tl.sqrt(v) / tl.sqrt(correction2) + eps))
@@ -315,8 +336,8 @@ def _sgd_kernel(
     if FOUND_INF:  # GradScaler met an overflow: nothing is touched
         row_in = row_in & (tl.load(found_inf + 0 * r) == 0)
     inside = row_in[:, None] & col_in[None, :]
-    rr, row_unit = _source(r, d + 7)
-    cc, col_unit = _source(c, d + 11)
+    rr, row_unit = _source(r, d + 11)
+    cc, col_unit = _source(c, d + 15)
     at = _mapped(d, rr, cc, k, rest)
     params = tl.load(d).to(tl.pointer_type(FULL)) + at
     grads = tl.load(d + 1).to(tl.pointer_type(SMALL)) + r.to(tl.int64)[:, None] * n_entries + e[None, :]
@@ -331,7 +352,7 @@ def _sgd_kernel(
         g = -g
     g = g + weight_decay * p
     if MOMENTUM:
-        buffers = tl.load(d + 18).to(tl.pointer_type(STATE)) + at
+        buffers = tl.load(d + 2).to(tl.pointer_type(STATE)) + at
         b = momentum * tl.load(buffers, mask=inside, other=0).to(tl.float32) + g
         tl.store(buffers, b.to(STATE), mask=inside)
         if NESTEROV:  # noqa: SIM108

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,9 +49,8 @@ def possible(device: torch.device) -> bool:
     return _arena is not None or not capturing(device)
 
 
-def make(rows: list[Any], device: torch.device) -> Tensor:
-    """An int64 table on ``device``."""
-    values = torch.tensor(rows, dtype=torch.int64)
+def make(values: Tensor, device: torch.device) -> Tensor:
+    """A table on ``device`` with these int64 ``values``."""
     if _arena is not None and capturing(device):
         return _arena.make(values)
     return values.to(device, non_blocking=True)  # pageable memory is staged at once: no synchronisation

@@ -48,7 +48,7 @@ class Take(_Function):
     def forward(full: Tensor, row: Cut, col: Cut, gain: float, dtype: torch.dtype) -> Tensor:
         if gain == 1 and dtype == full.dtype:
             return take(full, row, col)
-        if _is_one_rectangle(row, col):
+        if is_one_rectangle(row, col):
             view = take(full, row, col)
             return _scaled_into(torch.empty_like(view, dtype=dtype), view, gain)
         small = empty_small(full, row[1], col[1], dtype)
@@ -114,7 +114,7 @@ def _scaled_into(target: Tensor, source: Tensor, gain: float) -> Tensor:
 
 def take(full: Tensor, row: Cut, col: Cut) -> Tensor:
     """The kept part of ``full``, sharing its memory if it is one rectangle of it."""
-    if _is_one_rectangle(row, col):
+    if is_one_rectangle(row, col):
         view = full
         for dim, cut in enumerate((row, col)):
             if cut[1]:
@@ -181,7 +181,7 @@ def format_of(ndim: int, channels_last: bool) -> torch.memory_format:
     return torch.channels_last if ndim == 4 else torch.channels_last_3d
 
 
-def _is_one_rectangle(row: Cut, col: Cut) -> bool:
+def is_one_rectangle(row: Cut, col: Cut) -> bool:
     return len(runs(*row)) == len(runs(*col)) == 1 and _blocks(row) == _blocks(col) == 1
 
 
