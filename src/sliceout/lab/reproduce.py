@@ -109,6 +109,8 @@ def reproduce(
     if jobs < 1:
         raise LabError(f"--jobs {jobs}: expected at least 1")
     console = console or Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, 120)  # a file has room for the table
     path = out / results.NAME
     there = results.by_id(results.read(path))
     todo = [job for job in plan.jobs if job.id not in there]
@@ -270,9 +272,9 @@ def summary(plan: Plan, rows: Sequence[dict[str, Any]]) -> Table:
     )
     several = len({name for name, _ in grouped}) > 1
     unit = ", %" if "accuracy" in rows[0]["final"] else ""
-    for heading in (*(("experiment",) if several else ()), "scheme", "runs"):
-        table.add_column(heading, no_wrap=True)
-    for heading in (f"last{unit}", f"best{unit}", "ms/step", "MiB"):
+    for heading in (*(("experiment",) if several else ()), "scheme"):
+        table.add_column(heading)
+    for heading in ("runs", f"last{unit}", f"best{unit}", "ms/step", "MiB"):
         table.add_column(heading, justify="right", no_wrap=True)
     for (name, scheme), records in grouped.items():
         finals = [r["final"] for r in records]

@@ -42,6 +42,10 @@ def command(
     )  # fmt: skip
     out = Path("runs", f"{plan.name}-quick" if quick else plan.name) if out is None else out
     make_folder(out)
+    if quick and where == "cpu" and jobs == 1:
+        import torch
+
+        torch.set_num_threads(1)  # small networks gain little from more, and lose a lot where others use the cores too
     code = reproduce(plan, out, device=where, data=data, jobs=jobs, prepare=prepare, report=report)
     if code:
         raise typer.Exit(code)
