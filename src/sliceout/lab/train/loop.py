@@ -260,8 +260,6 @@ def _resume(t: Training, store: Checkpoints) -> Record:
         return Record()
     record = Record(**state["record"])
     record.resumed += 1
-    if t.tail is not None:
-        t.tail.step(record.step, t.total)
     t.model.load_state_dict(state["model"])
     t.optimizer.load_state_dict(state["optimizer"])
     if state["slices"] is not None:
