@@ -116,6 +116,41 @@ def _stopped_and_whole(job: Job, stop_at: int, tmp_path: Path, monkeypatch: pyte
     assert parts["resumed"] == 1
 
 
+@pytest.mark.parametrize("sittings", [(4, 1), (1, 4), (2, 3, 1)])
+def test_one_shared_sitting_makes_the_run_a_shared_one(
+    sittings: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its times are mixed into the medians, and its energy is everybody's."""
+    counter = iter(range(1000))
+    monkeypatch.setattr(loop.energy, "meter", lambda device: lambda: float(next(counter)))
+    job = mlp_job(epochs=4)
+    for number, concurrent in enumerate(sittings[:-1], 1):
+        with monkeypatch.context() as m:
+            _stop_at_step(m, 5 * number)
+            with pytest.raises(Stopped):
+                train(job, tmp_path, concurrent=concurrent)
+    result = train(job, tmp_path, concurrent=sittings[-1])
+    assert (result["concurrent"], result["resumed"]) == (max(sittings), len(sittings) - 1)
+    assert result["energy_joules"] is None
+
+
+@pytest.mark.parametrize(("meters", "known"), [((True, True), True), ((True, False), False), ((False, True), False)])
+def test_energy_of_a_part_of_the_run_is_not_given_as_that_of_the_run(
+    meters: tuple[bool, bool], known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, counter = mlp_job(epochs=4), iter(range(1000))
+    monkeypatch.setattr(loop.energy, "meter", lambda device: (lambda: float(next(counter))) if there else None)
+    there = meters[0]
+    with monkeypatch.context() as m:
+        _stop_at_step(m, 6)
+        with pytest.raises(Stopped):
+            train(job, tmp_path)
+    there = meters[1]
+    result = train(job, tmp_path)
+    assert result["concurrent"] == 1
+    assert result["energy_joules"] == (5.0 if known else None)  # one count for each of 5 parts of epochs
+
+
 def test_a_finished_run_leaves_no_checkpoint(tmp_path: Path) -> None:
     job = mlp_job(epochs=3)
     train(job, tmp_path)

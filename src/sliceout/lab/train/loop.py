@@ -11,6 +11,7 @@ import gc
 import math
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ class Record:
     max_allocated: int | None = None
     max_reserved: int | None = None
     resumed: int = 0
+    concurrent: int = 1
+    """How many runs shared the device in the worst of all sittings: times of any of them are in here."""
 
 
 def run(job: Job, settings: Settings, console: Console | None = None) -> dict[str, Any]:
@@ -98,7 +101,7 @@ def run(job: Job, settings: Settings, console: Console | None = None) -> dict[st
     try:
         with Stop() as stop, show:
             record = _fit(training, store, settings, stop, show)
-        result = _result(training, record, settings)
+        result = _result(training, record)
         if ranks.first:
             if settings.save_model:
                 _save_model(training, folder)
@@ -112,10 +115,12 @@ def run(job: Job, settings: Settings, console: Console | None = None) -> dict[st
 
 def _fit(t: Training, store: Checkpoints, settings: Settings, stop: Stop, show: Show) -> Record:
     """Train to the end."""
-    record, writer = _resume(t, store), _tensorboard(t, store, settings)
+    record = _resume(t, store)
+    writer = _tensorboard(t, store, settings)
+    record.concurrent = max(record.concurrent, settings.concurrent)
     if record.step:
         show.say(f"going on at step {record.step:,} of {t.total:,}")
-    joules = energy.meter(t.device) if settings.concurrent == 1 else None  # the counter is of the whole GPU
+    joules = _meter(t, record)
     losses = torch.zeros((), device=t.device)
     saved = time.monotonic()
     show.start(record.step)
@@ -301,6 +306,15 @@ def _forget_unused(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def _meter(t: Training, record: Record) -> Callable[[], float] | None:
+    """What counts the energy of the run, if all of it can be counted: the counter is of the whole GPU."""
+    so_far = record.step == 0 or record.joules is not None
+    meter = energy.meter(t.device) if so_far and record.concurrent == 1 else None
+    if meter is None:
+        record.joules = None  # a part of it would pass for the whole
+    return meter
+
+
 def _tensorboard(t: Training, store: Checkpoints, settings: Settings) -> Any:
     if not settings.tensorboard or not t.ranks.first:
         return None
@@ -311,7 +325,7 @@ def _tensorboard(t: Training, store: Checkpoints, settings: Settings) -> Any:
     return SummaryWriter(str(store.folder.parent / "tensorboard" / t.job.id))
 
 
-def _result(t: Training, record: Record, settings: Settings) -> dict[str, Any]:
+def _result(t: Training, record: Record) -> dict[str, Any]:
     """The line for the results."""
     name, better = ("perplexity", min) if t.text else ("accuracy", max)
     best = better(record.epochs, key=lambda e: e[name])
@@ -340,6 +354,6 @@ def _result(t: Training, record: Record, settings: Settings) -> dict[str, Any]:
         "max_allocated": record.max_allocated,
         "max_reserved": record.max_reserved,
         "energy_joules": record.joules,
-        "concurrent": settings.concurrent,
+        "concurrent": record.concurrent,
         "resumed": record.resumed,
     }
