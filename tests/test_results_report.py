@@ -13,6 +13,7 @@ from sliceout.lab import LabError, cli, report
 from sliceout.lab.report import compare, docs, findings, groups, html, paper, reading, stats, timing
 from sliceout.lab.report.build import pages
 from sliceout.lab.report.frontier import wrn_flops
+from sliceout.lab.report.page import markdown
 
 ROOT = Path(__file__).parents[1]
 TEX = ROOT.parent / "shared" / "paper" / "sliceout.tex"
@@ -178,6 +179,30 @@ def test_the_baseline_has_the_same_rate() -> None:
     assert compared("mnist-time", records).rows[2][1][0].ours.mean == 75
 
 
+@pytest.mark.parametrize(
+    ("sampling", "mode", "told"),
+    [
+        ("window", "compiled", None),
+        ("circular", "compiled", "measured with circular in place of window slices: the same launches and bytes"),
+        (
+            "circular",
+            "eager",
+            "measured with circular in place of window slices: those that wrap around are copied in two pieces",
+        ),
+    ],
+)
+def test_circular_steps_in_a_column_of_windows_are_told(sampling: str, mode: str, told: str | None) -> None:
+    records = [
+        fake.run("mnist", "mlp", "standard", 0.5, ms=2.0, batch=256, mode=mode),
+        fake.run("mnist", "mlp", "sliceout", 0.5, ms=1.0, batch=256, mode=mode, sampling=sampling),
+    ]
+    cell = compared("mnist-time", records).rows[4][1][0]
+    assert cell.ours.mean == 50
+    assert [note for note in cell.notes if "slices" in note] == ([told] if told else [])
+    page, _ = pages(measured(records), report.Carbon())
+    assert (f"ours here were {told}" in markdown(page)) == (told is not None)
+
+
 def test_devices_are_not_mixed() -> None:
     a, b = fake.bench(), fake.bench()
     a["cases"] = [c for c in a["cases"] if c["scheme"] == "standard"]
@@ -309,6 +334,17 @@ def test_bad_lines_are_named_and_cost_nothing_else(tmp_path: Path) -> None:
     assert [r.record for r in found.runs] == [good]
     named = [w.split(": ")[0].removeprefix(f"{tmp_path}/") for w in found.warnings]
     assert named == ["a.jsonl:1", "a.jsonl:3", "a.jsonl:4", "a.jsonl:5", "a.jsonl:6", "b.json:1", "c.json"]
+
+
+def test_a_note_in_a_record_is_shown_and_fields_nobody_knows_do_no_harm(tmp_path: Path) -> None:
+    noted = fake.run("mnist", "mlp", "standard", 0.5) | {"note": "corrected: a reason", "later_versions": [1]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(noted) + "\n" + json.dumps(fake.run("mnist", "mlp", "none")) + "\n")
+    found = reading.load([tmp_path])
+    assert (len(found.runs), found.warnings) == (2, [])
+    page, _ = pages(found, report.Carbon())
+    notes = markdown(page).split("## Notes on runs")[1].strip().splitlines()
+    assert notes == [f"- mnist, mlp, standard dropout 0.5, seed 0 (`{noted['id']}`): corrected: a reason"]
+    assert "Notes on runs" not in markdown(pages(measured([fake.run("mnist", "mlp", "none")]), report.Carbon())[0])
 
 
 def test_a_run_written_twice_counts_once(tmp_path: Path) -> None:

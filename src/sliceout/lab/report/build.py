@@ -34,9 +34,10 @@ READING = (
     "A number that was run scaled down is marked and has no difference: it is not the paper's setting.",
     "Times come from benchmarks where there are some, else from training runs that had the device for themselves, "
     "and are "
-    "compared only on one device at one batch, precision and mode. Window and circular slices cost the same, so either "
-    "may stand for the other there. Memory is the most that the caching allocator held (max reserved), which is what "
-    "the paper measures.",
+    "compared only on one device at one batch, precision and mode. Window and circular slices cost the same launches "
+    "and bytes (but for eager code, where a slice that wraps around is copied in two pieces), so either may stand for "
+    "the other there, and a footnote says so. Memory is the most that the caching allocator held (max reserved), which "
+    "is what the paper measures.",
     "The paper measured on an RTX 2080, Titan RTX and TPUv3; ours says its device, precision and mode each time.",
 )
 
@@ -68,6 +69,8 @@ def pages(measured: Measured, carbon: Carbon) -> list[Page]:
     out.add(Heading("All runs"), *tables.of_all(groups))
     out.add(Heading("The paper in words"), *tables.in_words())
     out.add(Heading("How to read this"), Bullets(READING))
+    if notes := _notes(measured):
+        out.add(Heading("Notes on runs"), Bullets(notes))
     return [out, co2_page(measured, groups, speeds, carbon)]
 
 
@@ -98,6 +101,19 @@ def _opening(measured: Measured, groups: Sequence[Group]) -> list[Block]:
     if measured.warnings:
         blocks += [Text("Left out or replaced while reading:"), Bullets([f"`{w}`" for w in measured.warnings])]
     return blocks
+
+
+def _notes(measured: Measured) -> list[str]:
+    """What people wrote into the records."""
+    out = []
+    for run in measured.runs:
+        if note := run.record.get("note"):
+            rate = f" {run.config['rate']:g}" if run.config.get("rate") else ""
+            title = (
+                f"{run.config['data']}, {run.config['model']}, {name_of(run.config)}{rate}, seed {run.record['seed']}"
+            )
+            out.append(f"{title} (`{run.record.get('id') or run.where}`): {note}")
+    return out
 
 
 def _by_rate(section: str, compared: Sequence[Compared]) -> list[Drawn]:

@@ -126,6 +126,8 @@ def _relative(
     if found is None or value is None:
         return Cell(metric, match, number, None, change=change)
     notes = [found.step.where + (f", {found.step.grads} gradients" if found.step.grads != "dense" else "")]
+    if stands_in := found.step.stands_in(match):
+        notes.append(stands_in)
     if found.step.scaled:
         notes.append(f"scaled down: {found.step.scaled}")
     ours = Estimate(value - 100 * change, None, found.step.n)

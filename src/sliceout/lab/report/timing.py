@@ -15,6 +15,9 @@ from typing import Any
 from .groups import Estimate, Group, scaling_in_words
 from .reading import Measured
 
+SAME_COST = "the same launches and bytes"
+"""Of window and circular slices where kernels copy them; eager code takes a window as a view."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -46,6 +49,14 @@ class Step:
     def setting(self) -> tuple[Any, ...]:
         """What must be equal for two steps to be compared, networks apart."""
         return (self.source, self.device, self.batch, self.precision, self.mode, self.data, self.scaled)
+
+    def stands_in(self, match: Mapping[str, Any]) -> str | None:
+        """What to say where circular slices fill a place that asks for windows, or the other way round."""
+        wanted = match.get("sampling")
+        if self.scheme != "sliceout" or not wanted or not self.sampling or self.sampling == wanted:
+            return None
+        cost = "those that wrap around are copied in two pieces" if self.mode == "eager" else SAME_COST
+        return f"measured with {self.sampling} in place of {wanted} slices: {cost}"
 
     @property
     def where(self) -> str:
@@ -124,7 +135,7 @@ def _of_the_step(scaled: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fits(step: Step, match: Mapping[str, Any], *, strict: bool = True) -> bool:
-    """Like ``groups.fits``. Window and circular slices and their norms cost the same: ``strict`` tells them apart."""
+    """Like ``groups.fits``. Window and circular slices cost about the same: only ``strict`` tells them apart."""
     scheme, rate = match.get("scheme"), match.get("rate")
     if rate == 0 and scheme in (None, "standard"):
         scheme = "none"
