@@ -136,11 +136,22 @@ def _targets(found: list[tuple[str, dict[str, Any]]]) -> list[str]:
             cells = [f"{row['model']} b{row['batch']}, {row['mode']}, {row['grads']}"]
             for key in ("time", "floor", "memory"):
                 cells.append(_verdict(row["measured"][key], row["wanted"].get(key)))
+            cells.append(_floor_itself(row))
             lines.append(f"| {' | '.join(cells)} | {row['error'] or name} |")
     if not lines:
         return [NOT_YET]
-    head = ["| case | of standard | of floor | memory of standard | file |", "|---|---|---|---|---|"]
+    head = [
+        "| case | of standard | of floor | memory of standard | the floor itself, of standard: time, memory | file |",
+        "|---|---|---|---|---|---|",
+    ]
     return ["\n".join([*head, *lines]) + "\n"]
+
+
+def _floor_itself(row: dict[str, Any]) -> str:
+    """What a plain narrow network takes: a target below it is out of reach of any slicing."""
+    pairs = (("of_standard", "of_floor"), ("memory_of_standard", "memory_of_floor"))
+    shares = [f"{row[a] / row[b]:.1%}" if row[a] and row[b] else "not measured" for a, b in pairs]
+    return ", ".join(shares)
 
 
 def _verdict(value: float | None, wanted: float | None) -> str:
