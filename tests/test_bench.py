@@ -13,7 +13,7 @@ import torch
 
 import sliceout
 from sliceout.lab import LabError, cli, models
-from sliceout.lab.bench import cases, files, page, run, show, worker
+from sliceout.lab.bench import cases, files, match, page, run, show, worker
 from sliceout.lab.bench.cases import Case
 from sliceout.lab.bench.floor import narrow_, widths
 from sliceout.lab.bench.work import build, step_of
@@ -166,15 +166,120 @@ def test_scaling_is_judged_from_the_data() -> None:
 # -- a larger batch at equal memory ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("limit", "largest"), [(1000, 98), (400, 38), (100000, 512)])
-def test_the_largest_batch_that_fits_is_found(monkeypatch, limit: int, largest: int) -> None:
-    monkeypatch.setattr(worker, "step_of", lambda work, batch: lambda: batch)
-    monkeypatch.setattr(worker, "steady_memory", lambda step, device: {"max_reserved": 20 + 10 * step()})
-    monkeypatch.setattr(worker, "measure", lambda step, *rest: {"ms": 1.0})
+@pytest.mark.parametrize(("limit", "largest", "capped"), [(1000, 98, False), (400, 38, False), (100000, 512, True)])
+def test_the_largest_batch_that_fits_is_found(monkeypatch, limit: int, largest: int, capped: bool) -> None:
+    monkeypatch.setattr(worker, "_memory_at", lambda work, batch: 20 + 10 * batch)
     work = build(replace(BASE, batch=32), CPU)
-    found = worker.largest_batch(work, limit, 0.1)
-    assert found["batch"] == largest
-    assert "more memory than standard" in worker.largest_batch(work, 339, 0.1)["error"]
+    found = worker.largest_batch(work, limit)
+    assert (found["batch"], found["capped"]) == (largest, capped)
+    assert "more memory than the baseline" in worker.largest_batch(work, 339)["error"]
+
+
+def test_a_batch_that_the_device_cannot_hold_does_not_fit_and_leaves_nothing(monkeypatch) -> None:
+    """As on a GPU: an allocation fails in the step, or a library or a capture fails for want of one."""
+    work, released = build(replace(BASE, batch=32), CPU), []
+
+    def memory(step: Any, work: Any, batch: int) -> dict[str, Any]:
+        step()
+        if batch > 100:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return {"max_reserved": batch, "max_allocated": None}
+
+    monkeypatch.setattr(worker, "settled_memory", memory)
+    monkeypatch.setattr(worker, "release", lambda work: released.append(work))
+    found = worker.largest_batch(work, 10**6)
+    assert 94 <= found["batch"] <= 100
+    assert found["tried"][128] is None
+    assert len(released) == len(found["tried"])
+
+
+def test_want_of_memory_is_known_by_what_lies_behind_an_error() -> None:
+    def failed_capture() -> None:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        except torch.OutOfMemoryError:
+            raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
+
+    with pytest.raises(RuntimeError) as caught:
+        failed_capture()
+    assert worker.ran_out(caught.value)
+    assert worker.ran_out(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"))
+    assert not worker.ran_out(ValueError("expected 4 dimensions"))
+
+
+@pytest.mark.slow
+def test_equal_memory_is_measured_with_real_steps() -> None:
+    standard = replace(BASE, model="mlp-2x256", batch=512)
+    limit = worker._memory_at(build(standard, CPU), standard.batch)
+    work = build(replace(standard, scheme="sliceout"), CPU)
+    found = worker.largest_batch(work, limit)
+    assert found["batch"] > standard.batch
+    assert found["tried"][found["batch"]] <= limit
+    above = min(b for b in found["tried"] if b > found["batch"])
+    assert found["tried"][above] > limit
+    assert above - found["batch"] <= found["grain"]
+    sizes = sorted(found["tried"])
+    assert [found["tried"][b] for b in sizes] == sorted(found["tried"].values())
+    per_sample = (found["tried"][sizes[-1]] - found["tried"][sizes[0]]) / (sizes[-1] - sizes[0])
+    assert per_sample >= 784 * 4 + 8  # the batch itself counts
+    assert all(p.grad is None for p in work.net.parameters())
+
+
+@pytest.mark.slow
+def test_a_larger_batch_at_equal_memory_from_the_command_to_the_page(tmp_path: Path, capsys) -> None:
+    words = [
+        "bench",
+        "mlp-2x256",
+        "--device",
+        "cpu",
+        "--batch",
+        "512",
+        "--schemes",
+        "standard,sliceout",
+        "--seconds",
+        "0.05",
+    ]
+    assert cli.main([*words, "--match-memory", "--out", str(tmp_path)]) == 0
+    assert "A larger batch at equal memory" in capsys.readouterr().out
+    (path,) = tmp_path.glob("*.json")
+    (entry,) = json.loads(path.read_text())["match_memory"]
+    a, b = entry["standard"], entry["sliceout"]
+    assert (entry["error"], entry["baseline"], a["batch"]) == (None, "standard", 512)
+    assert 512 < b["batch"] <= 16 * 512
+    assert 0.8 * a["max_allocated"] < b["max_allocated"] <= a["max_allocated"]
+    assert b["samples_per_second"] == pytest.approx(1000 * b["batch"] / b["ms"])
+    before = path.read_text()
+    assert cli.main([*words, "--match-memory", "--out", str(tmp_path)]) == 0
+    assert path.read_text() == before  # what is there is not measured again
+    assert cli.main(["report", "--bench", str(path), "--out", str(tmp_path / "report")]) == 0
+    second = (tmp_path / "report" / "co2.md").read_text().split("## 2. ")[1].split("## 3. ")[0]
+    assert f"| 512 → {b['batch']} | {100 * b['max_allocated'] / a['max_allocated']:.0f} % of standard |" in second
+    assert "Not measured here" not in second
+
+
+def test_only_what_is_missing_is_matched_and_a_baseline_is_found(monkeypatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def run_cases(wanted: list[Case], task: dict[str, Any], **how: Any) -> Any:
+        (case,) = wanted
+        asked.append((case.batch, task.get("within")))
+        if "within" in task:
+            yield case, {**case.as_dict(), "batch": 40, "grain": 2, "capped": False, "tried": {}, "error": None}
+        else:  # the process of its own needs a bit more than the search did
+            yield case, row(case, 2.0, max_reserved=100 + 10 * (case.batch - 38))
+
+    monkeypatch.setattr(match, "run_cases", run_cases)
+    wide = replace(BASE, batch=32, align=8)
+    sliced = [replace(wide, scheme="sliceout", sampling=s) for s in ("circular", "window")]
+    rows = [row(wide, 1.0, max_reserved=100)]
+    how: Any = {"cache": Path("/tmp"), "deadline": 0.0, "say": lambda text: None}
+    first, second = match.match(rows, sliced, [], TASK, **how)
+    assert asked[:3] == [(32, 100), (40, None), (38, None)]
+    assert (first["sliceout"]["batch"], first["sampling"], second["sampling"]) == (38, "circular", "window")
+    assert list(match.match(rows, sliced, [first, second], TASK, **how)) == []
+    none = [row(replace(wide, scheme="none", rate=0.0, align=None), 1.0, max_reserved=100)]
+    assert next(match.match(none, sliced, [], TASK, **how))["baseline"] == "none"
+    assert list(match.match([], sliced, [], TASK, **how)) == []
 
 
 # -- workers -----------------------------------------------------------------------------------------------------------
@@ -216,7 +321,8 @@ def test_nothing_is_started_after_the_deadline(monkeypatch) -> None:
         (["mlp", "--suite", "tiny"], "either models or a suite"),
         (["mlp", "--rates", "a"], "--rates a: expected float"),
         (["mlp", "--schemes", "x"], "scheme 'x'"),
-        (["mlp", "--match-memory", "--device", "cpu"], "needs a GPU"),
+        (["mlp", "--match-memory", "--schemes", "sliceout"], "--schemes standard,sliceout"),
+        (["mlp", "--match-memory", "--schemes", "none,standard"], "--schemes standard,sliceout"),
         (["--table", "/no/such.json"], "cannot be read"),
     ],
 )

@@ -44,7 +44,8 @@ class ResultFile:
         return any(case_of(row) == case for row in self.rows)
 
     def forget_failed(self) -> None:
-        self.data["cases"] = [row for row in self.rows if row["error"] is None]
+        for name in ("cases", "match_memory"):
+            self.data[name] = [row for row in self.data[name] if row["error"] is None]
 
     def add(self, row: dict[str, Any]) -> None:
         self.rows.append(row)

@@ -91,6 +91,7 @@ def run_cases(
     cache: Path,
     prepare: int,
     deadline: float,
+    seconds: float = CASE_SECONDS,
     say: Say = lambda _: None,
 ) -> Iterator[tuple[Case, dict[str, Any]]]:
     """Rows as they come; ends early at ``deadline`` (of ``time.monotonic``), without rows for what was cut off."""
@@ -104,9 +105,9 @@ def run_cases(
                 if answer is not None and "ready" in answer and time.monotonic() < deadline:
                     say(f"{worker.case.model} b{worker.case.batch} {worker.case.mode} {worker.case.label}")
                     worker.go()
-                    answer = worker.answer(min(deadline, time.monotonic() + CASE_SECONDS))
+                    answer = worker.answer(min(deadline, time.monotonic() + seconds))
                     if answer is None and time.monotonic() < deadline:
-                        answer = {**worker.case.as_dict(), "error": f"not done after {CASE_SECONDS} s"}
+                        answer = {**worker.case.as_dict(), "error": f"not done after {seconds:g} s"}
                 if answer is not None and "ready" not in answer:
                     yield worker.case, answer
                 worker.stop()

@@ -80,19 +80,30 @@ def match_table(entries: list[dict[str, Any]]) -> Table:
 
 
 MATCH_HEADINGS = (
-    "model", "mode", "standard: batch", "reserved", "samples/s", "SliceOut: batch", "reserved", "samples/s",
+    "model", "mode", "standard: batch", "memory", "samples/s", "SliceOut: batch", "memory", "samples/s",
     "samples/s more",
 )  # fmt: skip
 
 
 def match_cells(entry: dict[str, Any]) -> list[str]:
     a, b = entry["standard"], entry["sliceout"]
-    where = [entry["model"], f"{entry['mode']} {entry['precision']} p={entry['rate']:g}"]
-    first = [str(a["batch"]), f"{a['max_reserved'] / 2**20:,.0f} MiB", f"{a['samples_per_second']:,.0f}"]
+    how = [f"{entry['mode']} {entry['precision']} p={entry['rate']:g}"]
+    how += [str(entry[k]) for k, usual in (("sampling", "circular"), ("grads", "dense")) if entry[k] != usual]
+    where = [entry["model"], " ".join(how)]
+    none = " (no dropout)" if entry.get("baseline") == "none" else ""
+    first = [f"{a['batch']}{none}", _held(a), f"{a['samples_per_second']:,.0f}"]
     if entry["error"]:
         return [*where, *first, entry["error"], "", "", ""]
-    second = [str(b["batch"]), f"{b['max_reserved'] / 2**20:,.0f} MiB", f"{b['samples_per_second']:,.0f}"]
+    more = "at least " if entry.get("capped") else ""
+    second = [f"{more}{b['batch']}", _held(b), f"{b['samples_per_second']:,.0f}"]
     return [*where, *first, *second, f"{100 * (b['samples_per_second'] / a['samples_per_second'] - 1):+.0f} %"]
+
+
+def _held(side: dict[str, Any]) -> str:
+    """On a CPU nothing is reserved: the peak of live tensors."""
+    memory = side["max_reserved"] or side["max_allocated"]
+    digits = 0 if memory >= 100 * 2**20 else 1
+    return f"{memory / 2**20:,.{digits}f} MiB"
 
 
 def _sorted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

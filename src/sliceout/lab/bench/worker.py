@@ -23,6 +23,10 @@ from .cases import case_of
 from .work import Work, build, set_precision, step_of
 
 WARMUP = 10
+STEADY = 3
+"""Steps whose memory counts, after the warm-up."""
+MOST = 16
+"""How many times the baseline's batch is tried at most when a larger one is looked for."""
 
 
 def main() -> None:
@@ -46,9 +50,9 @@ def main() -> None:
             step = step_of(work, case.batch)
             step(), step(), step()
         elif task.get("within") is not None:
-            row.update(largest_batch(work, task["within"], task["seconds"]))
+            row.update(largest_batch(work, task["within"]))
         else:
-            row.update(measure(step_of(work, case.batch), device, task["seconds"], work))
+            row.update(measure(step_of(work, case.batch), work, task["seconds"]))
     except torch.OutOfMemoryError as error:
         row["error"] = "out of memory: " + str(error).partition(". ")[0]
     except Exception as error:
@@ -97,15 +101,10 @@ def _attention_on_cpu() -> dict[Any, Any]:
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def measure(step: Callable[[], Any], device: torch.device, seconds: float, work: Work) -> dict[str, Any]:
+def measure(step: Callable[[], Any], work: Work, seconds: float) -> dict[str, Any]:
     """Time and memory of a step that is repeated."""
-    for _ in range(WARMUP if device.type == "cuda" else 2):
-        step()
-    found: dict[str, Any] = steady_memory(step, device)
-    if device.type != "cuda":
-        from ..memory import peak_of_step
-
-        found["max_allocated"] = peak_of_step(work.net, work.optimizer, step)
+    device = work.device
+    found = settled_memory(step, work, work.case.batch)
     first = _times(step, device, 5)
     each = max(min(int(1000 * seconds / 3 / max(statistics.median(first), 1e-3)), 2000), 4)
     meter = energy.meter(device)
@@ -143,16 +142,18 @@ def _times(step: Callable[[], Any], device: torch.device, n: int) -> list[float]
     return [a.elapsed_time(b) for a, b in pairwise(marks)]
 
 
-def steady_memory(step: Callable[[], Any], device: torch.device, steps: int = 3) -> dict[str, Any]:
+def settled_memory(step: Callable[[], Any], work: Work, batch: int) -> dict[str, Any]:
     """What the process needs to go on: caches of the warm-up (trials of algorithms, captures) are released first."""
-    if device.type != "cuda":
-        return {"max_allocated": None, "max_reserved": None, "max_reserved_process": None}
+    if work.device.type != "cuda":
+        return {"max_allocated": _peak_on_cpu(step, work, batch), "max_reserved": None, "max_reserved_process": None}
+    for _ in range(WARMUP):
+        step()
     torch.cuda.synchronize()
     process = torch.cuda.max_memory_reserved()
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    for _ in range(steps):
+    for _ in range(STEADY):
         step()
     torch.cuda.synchronize()
     return {
@@ -162,37 +163,84 @@ def steady_memory(step: Callable[[], Any], device: torch.device, steps: int = 3)
     }
 
 
-def largest_batch(work: Work, limit: int, seconds: float) -> dict[str, Any]:
-    """The largest batch whose steady memory stays within ``limit`` bytes, found by bisection with real steps."""
-    case = work.case
-    grain = max(case.batch // 32, 1)
+def _peak_on_cpu(step: Callable[[], Any], work: Work, batch: int) -> int:
+    """The batch counts too, as it does on a GPU; several steps, since a slice that wraps around takes more."""
+    from ..memory import peak_of_step
+
+    step(), step()
+    inputs = sum(t.nbytes for t in work.batch(2)) * batch // 2
+    return inputs + max(peak_of_step(work.net, work.optimizer, step) for _ in range(STEADY))
+
+
+# -- a larger batch at equal memory ------------------------------------------------------------------------------------
+
+
+def largest_batch(work: Work, limit: int) -> dict[str, Any]:
+    """The largest batch whose steady memory stays within ``limit`` bytes, found by bisection with real steps.
+
+    Up to 1/32 of it: a search to the last sample would spend minutes of compiling on noise. ``tried`` has the memory of
+    every batch that ran; ``None`` is one that did not fit into the device.
+    """
     tried: dict[int, int | None] = {}
 
     def fits(batch: int) -> bool:
         if batch not in tried:
-            try:
-                step = step_of(work, batch)
-                for _ in range(3):
-                    step()
-                tried[batch] = steady_memory(step, work.device)["max_reserved"]
-            except torch.OutOfMemoryError:
-                tried[batch] = None
-            step = None  # type: ignore[assignment]
-            gc.collect()
-            torch.cuda.empty_cache()
+            tried[batch] = _memory_at(work, batch)
+            release(work)  # here, where neither the step nor an error's frames hold anything any more
         used = tried[batch]
         return used is not None and used <= limit
 
-    low = case.batch
+    low, most = work.case.batch, MOST * work.case.batch
     if not fits(low):
-        return {"error": f"needs more memory than standard dropout at batch {low}", "tried": tried}
-    while low < 16 * case.batch and fits(2 * low):
+        return {"error": f"needs more memory than the baseline at batch {low}", "tried": tried}
+    while low < most and fits(2 * low):
         low *= 2
-    high = 2 * low if low < 16 * case.batch else low
+    grain = max(low // 32, 1)
+    high = 2 * low if low < most else low
     while high - low > grain:
         middle = (low + high) // 2 // grain * grain
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return {**measure(step_of(work, low), work.device, seconds, work), "batch": low, "tried": tried}
+    return {"batch": low, "grain": grain, "capped": low >= most, "tried": tried}
+
+
+def _memory_at(work: Work, batch: int) -> int | None:
+    """Bytes that training with this batch holds; ``None`` if the device has not enough."""
+    try:
+        return held(settled_memory(step_of(work, batch), work, batch))
+    except Exception as error:
+        if not ran_out(error):
+            raise
+        return None
+
+
+def held(row: dict[str, Any]) -> int | None:
+    """Bytes: what the caching allocator reserved on a GPU, the live tensors' peak elsewhere."""
+    return row["max_reserved"] or row["max_allocated"]
+
+
+def ran_out(error: BaseException | None) -> bool:
+    """Whether it is for want of memory. Libraries and failed captures raise errors of other kinds for it."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(s in str(error) for s in _OUT_OF_MEMORY):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+_OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "not enough memory", "can't allocate memory")
+
+
+def release(work: Work) -> None:
+    """Give back everything that a trial took, graphs and their gradients included: the next one starts clean."""
+    work.optimizer.zero_grad(set_to_none=True)  # gradients may lie in the memory of a graph, and keep all of it
+    if work.case.compiled:
+        torch._dynamo.reset()  # and the graphs of reduce-overhead
+    gc.collect()
+    if work.device.type == "cuda":
+        torch.cuda.synchronize()
+        if hasattr(torch._C, "_cuda_clearCublasWorkspaces"):
+            torch._C._cuda_clearCublasWorkspaces()  # one for every stream that a capture warmed up on
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -98,8 +98,8 @@ def command(
             stages=stages,
             size=size,
         )
-    if match_memory and kind != "cuda":
-        raise LabError("--match-memory compares what torch's CUDA allocator reserves: it needs a GPU")
+    if match_memory and not {"sliceout"} < {c.scheme for c in chosen if c.scheme in ("none", "standard", "sliceout")}:
+        raise LabError("--match-memory compares SliceOut with standard dropout: --schemes standard,sliceout")
     make_folder(out)
     _measure(console, chosen, kind, match_memory, seconds, prepare, prefill, limit, out, name or suite, retry, revision)
 
@@ -133,10 +133,9 @@ def _measure(
     for _, row in run.run_cases(missing, task, cache=cache, prepare=workers, deadline=deadline, say=say):
         result.add(row)
     if match_memory:
-        done = [(e["model"], e["mode"], e["rate"], e["grads"]) for e in result.data["match_memory"]]
-        wanted = [c for c in chosen if (c.model, c.mode, c.rate, c.grads) not in done]
-        for entry in match.match(result.rows, wanted, task, cache=cache, deadline=deadline, say=say):
-            result.data["match_memory"].append(entry)
+        there = result.data["match_memory"]
+        for entry in match.match(result.rows, chosen, list(there), task, cache=cache, deadline=deadline, say=say):
+            there.append(entry)
             result.save()
     _print(console, show, result.data, path)
     left = sum(not result.has(c) for c in chosen)

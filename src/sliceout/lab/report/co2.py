@@ -114,14 +114,13 @@ def _matches(measured: Measured) -> Iterator[dict[str, Any]]:
     for bench in measured.benches:
         for row in bench.get("match_memory") or []:
             if row.get("error") is None and row.get("standard") and row.get("sliceout"):
-                yield row
+                yield {**row, "device": (bench.get("machine") or {}).get("device", "unknown device")}
 
 
 def _title(row: dict[str, Any]) -> str:
-    return (
-        f"{row['model']}, rate {row['rate']:g}\n*{row['mode']}, {row['precision']}, {row.get('grads') or 'dense'} "
-        "gradients*"
-    )
+    how = f"{row['device']}, {row['mode']}, {row['precision']}, {row.get('grads') or 'dense'} gradients"
+    against = ", against no dropout" if row.get("baseline") == "none" else ""
+    return f"{row['model']}, rate {row['rate']:g}\n*{how}{against}*"
 
 
 def _fewer_devices(measured: Measured) -> Iterator[tuple[list[str], float]]:
@@ -152,18 +151,16 @@ def _larger_batch(measured: Measured, carbon: Carbon) -> Iterator[tuple[list[str
     for row in _matches(measured):
         base, ours = row["standard"], row["sliceout"]
         time = 100 * ((ours["ms"] / ours["batch"]) / (base["ms"] / base["batch"]) - 1)
-        memory = (
-            100 * ours["max_reserved"] / base["max_reserved"]
-            if base.get("max_reserved") and ours.get("max_reserved")
-            else None
-        )
+        held = [x.get("max_reserved") or x.get("max_allocated") for x in (base, ours)]  # nothing is reserved on a CPU
+        memory = 100 * held[1] / held[0] if all(held) else None
         joules = [
             x["energy_joules_per_step"] / x["batch"] if x.get("energy_joules_per_step") else None for x in (base, ours)
         ]
         energy = 100 * (joules[1] / joules[0] - 1) if joules[0] and joules[1] else None
         change = time if energy is None else energy
         yield [
-            _title(row), f"{base['batch']} → {ours['batch']}", "-" if memory is None else f"{memory:.0f} % of standard",
+            _title(row), f"{base['batch']} → {'at least ' if row.get('capped') else ''}{ours['batch']}",
+            "-" if memory is None else f"{memory:.0f} % of standard",
             f"{time:+.0f} %", NOT_MEASURED if energy is None else f"{energy:+.0f} %",
             f"**{change:+.0f} %**\n*{'from time' if energy is None else 'from energy'}*",
         ], change  # fmt: skip
