@@ -28,7 +28,7 @@ aten = torch.ops.aten
 class Place:
     """Where a slice lay along a dimension when the gradient was made: later draws do not move it."""
 
-    axis: Axis
+    axis: Axis | None  # none if the model is gone
     start: int
     geometry: tuple[int, ...]
 
@@ -42,9 +42,10 @@ class Place:
 
     def start_on(self, device: torch.device) -> Tensor:
         """The start in device memory: the slice's own as long as it has not moved on, so that graphs can read it."""
-        live = self.axis.slice
-        if live.start_on_host == self.start and live.start.device == device:
-            return live.start
+        if self.axis is not None:
+            live = self.axis.slice
+            if live.start_on_host == self.start and live.start.device == device:
+                return live.start
         return torch.tensor([self.start], device=device)
 
 

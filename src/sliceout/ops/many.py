@@ -69,7 +69,8 @@ def layout(piece: Piece, walk_full: bool) -> list[int]:
 
 
 def supports(*tensors: Tensor) -> bool:
-    return all(t.dtype in _DTYPES and (t.is_contiguous() or is_channels_last(t)) for t in tensors)
+    """Whether the kernels can address these tensors: known dtypes, and no gaps."""
+    return all(t.dtype in _DTYPES and t.is_contiguous(memory_format=memory_format(t)) for t in tensors)
 
 
 def _launch(kernel: Any, pieces: list[Piece], walk_full: bool, dtypes: Any, *args: Any, **flags: Any) -> None:
@@ -83,7 +84,7 @@ def _launch(kernel: Any, pieces: list[Piece], walk_full: bool, dtypes: Any, *arg
             continue
         pointers = [[p.full.data_ptr(), p.small.data_ptr(), *_changing(p)] for p in same]
         device = same[0].full.device
-        table = tables.make(torch.cat([torch.tensor(pointers), fields], 1), device)
+        table = tables.make(torch.cat([_on_host(pointers), fields], 1), device)
         with torch.cuda.device_of(same[0].full):
             kernel[(sum(tiles),)](
                 table, _owners(tiles, device), *args,
@@ -109,7 +110,7 @@ def _fields(layouts: list[list[int]]) -> tuple[Tensor, tuple[int, ...]]:
         tiles = tuple(fields[-1] for fields in layouts)
         first = [0, *itertools.accumulate(tiles)]
         rows = [[*fields[:-1], at] for fields, at in zip(layouts, first, strict=False)]
-        _known[key] = layouts, torch.tensor(rows), tiles if first[-1] else ()  # layouts: so that no id is used again
+        _known[key] = layouts, _on_host(rows), tiles if first[-1] else ()  # layouts: so that no id is used again
     return _known[key][1:]
 
 
@@ -127,15 +128,22 @@ def _zero(device: torch.device) -> Tensor:
 
 def _owners(tiles: tuple[int, ...], device: torch.device) -> Tensor:
     """Which piece each tile belongs to, given how many each has; the same from step to step, so it is kept."""
+    if tables.capturing(device):  # a graph keeps its tables itself: others come and go
+        return tables.make(_owners_on_host(tiles), device)
     key = tiles, device
     if key not in _kept:
         if len(_kept) > 256:
             _kept.clear()
-        owners = torch.arange(len(tiles)).repeat_interleave(torch.tensor(tiles))
-        if tables.capturing(device):
-            return tables.make(owners, device)
-        _kept[key] = owners.to(device)
+        _kept[key] = _owners_on_host(tiles).to(device)
     return _kept[key]
+
+
+def _owners_on_host(tiles: tuple[int, ...]) -> Tensor:
+    return torch.arange(len(tiles), device="cpu").repeat_interleave(_on_host(tiles))
+
+
+def _on_host(numbers: Any) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")  # whatever the default device is
 
 
 # -- index arithmetic --------------------------------------------------------------------------------------------------

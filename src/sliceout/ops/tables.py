@@ -44,6 +44,13 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def where(device: torch.device) -> tuple[int, bool]:
+    """The stream that work on ``device`` goes to now, and whether it is being captured."""
+    if device.type != "cuda":
+        return 0, False
+    return torch._C._cuda_getCurrentRawStream(device.index), torch.cuda.is_current_stream_capturing()
+
+
 def possible(device: torch.device) -> bool:
     """Whether tables can be made now: not inside a capture that nobody will complete."""
     return _arena is not None or not capturing(device)
