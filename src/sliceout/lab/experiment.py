@@ -153,7 +153,9 @@ def load(name: str) -> Experiment:
     """The experiment of this name, or in this file."""
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not path.is_file():
-        raise LabError(f"there is no experiment {name!r}{near(name, names())}. `sliceout train --list` shows them all")
+        if name.endswith(".toml"):
+            raise LabError(f"{name}: there is no such file")
+        raise LabError(f"there is no experiment {name!r}{near(name, names())}; `sliceout train --list` shows them all")
     return _checked(path.stem, _read(path), path)
 
 
@@ -165,7 +167,8 @@ def find(name: str) -> list[Experiment]:
     if name in names() or name.endswith(".toml"):
         return [load(name)]
     known = sorted({*by_table, *names()})
-    raise LabError(f"there is no table or experiment {name!r}{near(name, known)}. There are {', '.join(known)}")
+    hint = near(name, known) or f": there are {', '.join(known)}"
+    raise LabError(f"there is no table or experiment {name!r}{hint}")
 
 
 def near(name: str, known: Iterable[str]) -> str:

@@ -89,7 +89,9 @@ def _jobs(
 
 def _numbers(seeds: str) -> list[int]:
     try:
-        return [int(s) for s in seeds.replace(",", " ").split()]
+        if found := [int(s) for s in seeds.replace(",", " ").split()]:
+            return found
+        raise ValueError
     except ValueError:
         raise LabError(f"--seeds {seeds}: expected numbers such as 0,1,2") from None
 

@@ -10,13 +10,17 @@ import typer
 from .. import LabError
 from .shared import make_folder
 
+FORMATS = (".png", ".svg", ".pdf")
+
 
 def command(
     size: Annotated[int, typer.Option(help="Units of the layer.")] = 2048,
     rate: Annotated[float, typer.Option(help="Fraction of them that is dropped.")] = 0.5,
     sampling: Annotated[str, typer.Option(help="window (the paper) or circular: what is drawn as text.")] = "window",
     align: Annotated[int | None, typer.Option(help="Starts and widths are multiples of it.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Save a picture of the keep probabilities here (.png).")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Save a picture of the keep probabilities here (png, svg, pdf).")
+    ] = None,
 ) -> None:
     """Print how often units are kept, how many networks are sampled and which moments of a layer's output survive."""
     from rich.console import Console
@@ -30,6 +34,8 @@ def command(
     except ValueError as error:
         raise LabError(str(error)) from error
     if plot is not None:
+        if plot.suffix not in FORMATS:
+            raise LabError(f"--plot {plot}: expected a name that ends in {', '.join(FORMATS)}")
         make_folder(plot.parent, "--plot")
     console.print(f"probability of being kept: {drawn.width} of {size} units, {len(drawn.starts)} starts ({sampling})")
     console.print(show_theory.keep_plot(drawn), style="cyan", soft_wrap=True)

@@ -55,6 +55,9 @@ def command(
     chosen = {"scheme": scheme, "rate": rate, "sampling": sampling, "norm": norm, "grads": grads}
     if scheme == "none" and rate:
         raise LabError(f"--scheme none --rate {rate}: nothing is dropped there; leave out --rate")
+    for option, value in (("--sampling", sampling), ("--norm", norm), ("--grads", grads)):
+        if value is not None and scheme in ("none", "standard", "spatial", "dropblock"):
+            raise LabError(f"{option} {value} is a setting of sliced schemes: leave it out with --scheme {scheme}")
     if not 0 <= seed < 2**32:
         raise LabError(f"--seed {seed}: expected 0 <= seed < 2**32")
     job = experiments.job(

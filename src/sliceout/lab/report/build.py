@@ -135,8 +135,11 @@ def _curves(section: str, groups: Sequence[Group]) -> list[Drawn]:
             key = (str(g.declared("data")), g.config["model"], scaling_in_words(g.scaled), g.device)
             found.setdefault(key, []).append(g)
     for (data, model), name in PAPERS_CURVES.items():
-        if section_of(data, model) == section:
-            out += plots.curves([], name, name, f"{DATA.get(data, data)}, {model}: the paper")
+        scalings = {scaled for d, m, scaled, _ in found if (d, m) == (data, model)}
+        if section_of(data, model) == section and "" not in scalings:  # else they are drawn beside ours
+            absent = "Ours, scaled down, have pictures of their own." if scalings else "Ours: not run here."
+            title = f"{DATA.get(data, data)}, {model}: the paper"
+            out += plots.curves([], name, name, title, absent=absent)
     for i, ((data, model, scaled, _), same) in enumerate(found.items()):
         rates = sorted({g.rate for g in same if g.rate})
         schemes = {(name_of(g.config), g.rate) for g in same}

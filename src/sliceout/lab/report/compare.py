@@ -125,7 +125,7 @@ def _relative(
     value = None if found is None else found.time if metric == "time" else found.memory
     if found is None or value is None:
         return Cell(metric, match, number, None, change=change)
-    notes = [found.step.where + (f", {found.step.grads} gradients" if found.step.grads != "dense" else "")]
+    notes = [found.step.where]
     if stands_in := found.step.stands_in(match):
         notes.append(stands_in)
     if found.step.scaled:

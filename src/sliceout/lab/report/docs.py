@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from .. import LabError
 from .build import pages
@@ -16,8 +17,9 @@ from .groups import Group, choose, group, scaling_in_words
 from .page import Table, markdown
 from .reading import Measured, load
 from .speed import speedups
+from .stats import difference
 from .tables import Speeds, with_error
-from .timing import steps
+from .timing import Pair, Step, steps
 
 BEGIN = "<!-- begin: made by `sliceout report --docs` -->"
 END = "<!-- end: made by `sliceout report --docs` -->"
@@ -26,7 +28,11 @@ INDEX = """# Pages
 
 - [Results](results.md): the paper's tables and curves with ours beside them
 - [CO2](co2.md): the paper's three approaches from measured time, memory and energy
-- [Performance](performance.md): when SliceOut pays and when not
+- [Performance](performance.md): when SliceOut pays and when not, step by step and layer by layer
+- [Compact gradients](compact.md): gradients and updates of the slice only
+- [Data](data.md): where data sets come from, what is read, how batches are made
+
+The [README](../README.md) says how to start.
 """
 
 
@@ -94,12 +100,16 @@ def readme_block(measured: Measured) -> str:
     """The headline numbers: accuracy of the main schemes, and time by network."""
     groups = group(measured.runs)
     taken = steps(measured, groups)
-    parts = [_accuracies(groups), _times(speedups(taken)[1])]
+    parts = [_accuracies(groups), _in_words(groups), _times(speedups(taken)[1], taken)]
     shown = [part for part in parts if part]
     if not shown:
         shown = ["No training results are committed yet."]
+    elif measured.runs:
+        where = ", ".join(sorted({g.device for g in groups}))
+        shown.insert(0, f"{len(measured.runs)} training runs in {len(groups)} configurations, on {where}:")
     shown.append(
-        "All tables and curves beside the paper's: [docs/results.md](docs/results.md); emissions: "
+        "All tables and curves beside the paper's: [docs/results.md](docs/results.md); every step that was timed, also "
+        "where little or nothing is gained: [docs/performance.md](docs/performance.md); emissions: "
         "[docs/co2.md](docs/co2.md)."
     )
     return "\n\n".join(shown)
@@ -121,11 +131,8 @@ def _accuracies(groups: Sequence[Group]) -> str:
     rows, notes = [], []
     for title, match, statistic in SHOWN:
         cells = []
-        for name, scheme in SCHEMES:
-            wanted = {**match, **scheme}
-            found = choose(groups, wanted, statistic)
-            if found is None and name == "standard":
-                found = choose(groups, {**wanted, "rate": "best"}, statistic)
+        for _, scheme in SCHEMES:
+            found = _found(groups, match, scheme, statistic)
             score = found.score(statistic) if found else None
             rate = f" at rate {found.rate:g}" if found and found.rate and found.rate != match["rate"] else ""
             cells.append("not run here" if score is None else with_error(score) + rate)
@@ -139,24 +146,50 @@ def _accuracies(groups: Sequence[Group]) -> str:
     return markdown_table(table)
 
 
-def _times(speeds: Speeds) -> str:
+def _found(groups: Sequence[Group], match: Any, scheme: Any, statistic: str) -> Group | None:
+    """The group that stands in the table; standard dropout at its best rate where this one was not run."""
+    found = choose(groups, {**match, **scheme}, statistic)
+    if found is None and scheme["scheme"] == "standard":
+        found = choose(groups, {**match, **scheme, "rate": "best"}, statistic)
+    return found
+
+
+def _in_words(groups: Sequence[Group]) -> str:
+    """Each row of the table as a sentence: SliceOut against standard dropout, and whether that may be chance."""
+    said = []
+    for title, match, statistic in SHOWN:
+        standard = _found(groups, match, {"scheme": "standard"}, statistic)
+        base, parts = standard.score(statistic) if standard else None, []
+        for name, scheme in SCHEMES:
+            found = _found(groups, match, scheme, statistic) if scheme["scheme"] == "sliceout" else None
+            if base and found and (score := found.score(statistic)):
+                parts.append(f"{name.removeprefix('SliceOut, ')}: {difference(score, base).words('points')}")
+        if parts:
+            said.append(f"- {title}, SliceOut against standard dropout: {'; '.join(parts)}.")
+    return "\n".join(said)
+
+
+def _times(speeds: Speeds, taken: Sequence[Step]) -> str:
     rows = []
     for model, pair, _, theirs in speeds:
-        if pair is not None and not pair.step.scaled:
-            memory = "-" if pair.memory is None else f"{pair.memory:.0f} %"
-            rows.append(
-                [
-                    f"{model}, rate {pair.step.rate:g}",
-                    f"{pair.time:.0f} %",
-                    "-" if theirs is None else f"{theirs:.0f} %",
-                    memory,
-                    pair.step.where,
-                ]
-            )
+        if pair is None or pair.step.scaled:
+            continue
+        for one in (pair, *_dense(pair, taken)):
+            memory = "-" if one.memory is None else f"{one.memory:.0f} %"
+            paper = "-" if theirs is None else f"{theirs:.0f} %"
+            rows.append([f"{model}, rate {one.step.rate:g}", f"{one.time:.0f} %", paper, memory, one.step.where])
     if not rows:
         return ""
     columns = ["a step with SliceOut, of one without", "time", "time in the paper", "memory held", "measured on"]
     return markdown_table(Table(columns, rows))
+
+
+def _dense(pair: Pair, taken: Sequence[Step]) -> list[Pair]:
+    """The same with the default, dense gradients, where the other ones are faster."""
+    if pair.step.grads == "dense":
+        return []
+    key = (pair.step.setting, pair.step.model, "sliceout", pair.step.rate, "dense")
+    return [Pair(s, pair.base) for s in taken if (s.setting, s.model, s.scheme, s.rate, s.grads) == key][:1]
 
 
 def markdown_table(table: Table) -> str:

@@ -25,7 +25,7 @@ def by_rate(compared: Compared, title: str) -> list[Drawn]:
         "time": "time, % of standard dropout",
         "memory": "memory, % of standard dropout",
     }
-    about = f"{title}. {_what_is_what(compared.run)}"
+    about = f"{title}. {_what_is_what(compared, metric)}"
     if metric == "accuracy":
         lowest = min(v for _, row in compared.rows for c in row for v in _values(c))
         about += f" Rate 0.9 may lie below the picture (down to {lowest:.1f})."
@@ -68,13 +68,31 @@ def _values(cell: Any) -> list[float]:
     return [*([cell.paper.value] if cell.paper else []), *([cell.ours.mean] if cell.ours else [])]
 
 
-def _what_is_what(run: bool) -> str:
-    ours = "Solid: ours, with standard errors over seeds." if run else "Ours: not run here."
-    return f"Dashed, hollow: the paper. {ours}"
+def _what_is_what(compared: Compared, metric: str) -> str:
+    ours = "Solid: ours"
+    if any(c.ours and c.ours.se for c in compared.cells):
+        ours += ", with standard errors over seeds"
+    if not compared.run:
+        ours = "Ours: not run here"
+    elif metric != "accuracy":
+        ours += ", of a step; the table below says on what"
+        if any(_coincide(cells) for _, cells in compared.rows):
+            ours += ". Marks of schemes that share one measurement lie on each other"
+    return f"Dashed, hollow: the paper. {ours}."
+
+
+def _coincide(cells: Sequence[Any]) -> bool:
+    means = [c.ours.mean for c in cells if c.ours]
+    return len(set(means)) < len(means)
 
 
 def curves(
-    groups: Sequence[Group], theirs: str | None, name: str, title: str, only: float | None = None
+    groups: Sequence[Group],
+    theirs: str | None,
+    name: str,
+    title: str,
+    only: float | None = None,
+    absent: str = "Ours: not run here.",
 ) -> list[Drawn]:
     """Score over epochs (or thousands of steps): the mean over seeds and, shaded, the range; the paper's dashed.
 
@@ -82,6 +100,7 @@ def curves(
         groups: ours; none draws the paper's curves alone.
         theirs: name of the paper's curves. Beside ours only those are drawn whose rates were run.
         only: this rate, and no dropout.
+        absent: what the caption says if there is none of ours.
     """
     out: list[Drawn] = []
     chosen = [g for g in groups if only is None or g.rate in (0.0, only)]
@@ -91,7 +110,7 @@ def curves(
         lines = [c for c in lines if c["match"].get("rate", 0.0) in {g.rate for g in chosen}]
     metric = chosen[0].metric if chosen else source["metric"] if source else "accuracy"
     settled: list[float] = []  # what the axis must show: the start of training may leave it
-    with panel(name, title, _about(chosen, bool(lines)), out, title=title) as axes:
+    with panel(name, title, _about(chosen, bool(lines), absent), out, title=title) as axes:
         for curve in lines:
             x, y = zip(*curve["points"], strict=True)
             look = {**DASHED, "linewidth": _width(curve["match"].get("rate"))}
@@ -122,14 +141,15 @@ def curves(
     return out
 
 
-def _about(groups: Sequence[Group], theirs: bool) -> str:
+def _about(groups: Sequence[Group], theirs: bool, absent: str) -> str:
     said = []
     if groups:
         seeds = sorted({len(g.runs) for g in groups})
         many = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
-        said.append(f"Solid: ours, mean over {many} seed{'s' if seeds[-1] > 1 else ''}, shaded from lowest to highest.")
+        mean = f"mean over {many} seeds, shaded from lowest to highest"
+        said.append(f"Solid: ours, {mean if seeds[-1] > 1 else 'one seed'}.")
     else:
-        said.append("Ours: not run here.")
+        said.append(absent)
     if scaled := sorted({scaling_in_words(g.scaled) for g in groups if g.scaled}):
         said.append(f"Scaled down: {'; '.join(scaled)}.")
     return " ".join([*said, *(["Dashed: the paper's curves."] if theirs else [])])

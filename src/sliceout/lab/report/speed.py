@@ -163,7 +163,8 @@ def speedups(steps: Sequence[Step]) -> tuple[list[Drawn], Speeds]:
                 )
             if ours:
                 axes.barh(y + 0.2, ours.time, 0.36, color=COLOURS["sliceout-circular"], label="ours")
-                axes.text(ours.time + 1, y + 0.2, f"{ours.time:.0f}", va="center", fontsize=8)
+                end = max(ours.time, 100 * floor.ms / ours.base.ms if floor else 0.0)  # not under the floor's mark
+                axes.text(end + 1.5, y + 0.2, f"{ours.time:.0f}", va="center", fontsize=8)
             if ours and floor:
                 axes.plot(
                     [100 * floor.ms / ours.base.ms] * 2,

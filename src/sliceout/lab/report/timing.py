@@ -60,7 +60,8 @@ class Step:
 
     @property
     def where(self) -> str:
-        return f"{self.device}, {self.precision}, {self.mode}, batch {self.batch}"
+        grads = "" if self.grads == "dense" else f", {self.grads} gradients"
+        return f"{self.device}, {self.precision}, {self.mode}, batch {self.batch}{grads}"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,64 @@
+"""Pages lead somewhere: every relative link resolves, every page is in the index, and commands in them exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+from sliceout.lab import cli
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "results").glob("*.md")])
+
+
+def links(page: Path) -> list[str]:
+    """Targets of all links and pictures that are not on the web; code is no link."""
+    text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL)
+    return [t for t in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"[a-z]+:|#", t)]
+
+
+def commands(page: Path) -> list[str]:
+    """What stands in code and begins with ``sliceout``: in backticks, in blocks, in indented lines."""
+    text = page.read_text()
+    code = [*re.findall(r"`([^`\n]+)`", text), *re.findall(r"^(?:    |\$ )(.*)$", text, flags=re.MULTILINE)]
+    for block in re.findall(r"```[^\n]*\n(.*?)```", text, flags=re.DOTALL):
+        code += block.split("\n")
+    lines = (re.sub(r"\s+#.*", "", c).strip() for c in code)
+    return [c for c in lines if re.match(r"(\S*/bin/)?sliceout [a-z]", c)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_resolve(page: Path) -> None:
+    dead = [t for t in links(page) if not (page.parent / t.partition("#")[0]).exists()]
+    assert dead == []
+
+
+def test_the_index_leads_to_every_page() -> None:
+    found = {(ROOT / "docs" / t).resolve() for t in links(ROOT / "docs" / "index.md")}
+    assert {p.resolve() for p in (ROOT / "docs").glob("*.md")} - found == {ROOT / "docs" / "index.md"}
+
+
+def test_the_readme_leads_to_the_pages() -> None:
+    found = {t.partition("#")[0] for t in links(ROOT / "README.md")}
+    assert {f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")} <= found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_and_options_exist(page: Path) -> None:
+    group = typer.main.get_command(cli.app)
+    for line in commands(page):
+        words = line.split()[1:]
+        command = group
+        while words and (inner := getattr(command, "commands", {}).get(words[0])) is not None:
+            command = inner
+            words.pop(0)
+        assert command is not group, f"{line}: no such command"
+        known = {name for p in command.params for name in (*p.opts, *p.secondary_opts)} | {"--help"}
+        assert {w.partition("=")[0] for w in words if w.startswith("--")} <= known, line
+
+
+def test_commands_are_found() -> None:
+    assert {c.split()[1] for c in commands(ROOT / "README.md")} >= {"data", "train", "reproduce", "bench", "report"}
