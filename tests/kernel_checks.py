@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from opcases import Case, cases, listed
-from sliceout import Slice, draw_, nn, slices
+from sliceout import Slice, draw_, nn, optim, slices
 from sliceout.ops import gather, kernels, many, reference, views
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -388,13 +388,10 @@ def test_a_frozen_parameter_that_is_thawed_gets_its_gradient(gathering):
     slices(model)
     model[1].eval(), model[4].eval()  # statistics that change are fetched anew, and what is with them
     x = torch.randn(2, 3, 4, 4, dtype=torch.float64, device=DEVICE, requires_grad=True)
-    for _ in range(2):
-        model.requires_grad_(False)
+    for trained in (False, False, True, False, True):
+        model.requires_grad_(trained)
         model(x).sum().backward()
-        assert all(p.grad is None for p in model.parameters())
-        model.requires_grad_(True)
-        model(x).sum().backward()
-        assert all(p.grad is not None for p in model.parameters())
+        assert all((p.grad is not None) == trained for p in model.parameters())
         model.zero_grad()
 
 
@@ -491,3 +488,100 @@ def test_notes_that_are_not_used_any_more_are_forgotten(gathering, monkeypatch):
         model[:3](x)
         draw_(model)
     assert len(family.fetched.notes) < before
+
+
+# -- the optimizer's side of it ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Slice-only updates by the kernels on the CPU as well; counts the pieces of each launch."""
+    launches = []
+
+    def counted(kind):
+        launch = getattr(many, kind)
+        return lambda pieces, **settings: (launches.append(len(pieces)), launch(pieces, **settings))[1]
+
+    for kind in ("sgd", "adam"):
+        monkeypatch.setattr(many, kind, counted(kind))
+    monkeypatch.setattr(optim, "_on_gpu", lambda tensors: True)
+    return launches
+
+
+def two_layers() -> torch.nn.Module:
+    torch.manual_seed(0)
+    a = Slice(8, 0.5, grads="compact")
+    made = torch.nn.Sequential(nn.Conv2d(3, 8, 3, out_slice=a), torch.nn.ReLU(), nn.Conv2d(8, 4, 2, in_slice=a))
+    return made.to(DEVICE)
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, 0.01, eps=1e-3, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, 0.01, eps=1e-3, maximize=True),
+}
+
+
+def fused_and_not(name, monkeypatch, prepare=lambda model, optimizer: None, steps=3, scaler=None):
+    """Two models after some steps, one stepped by the kernels and one by torch."""
+    x = torch.randn(4, 3, 4, 4, device=DEVICE)
+    models = []
+    for by_kernels in (True, False):
+        model = two_layers()
+        optimizer = OPTIMIZERS[name](model.parameters())
+        scale = torch.amp.GradScaler(DEVICE, init_scale=4.0, growth_interval=2) if scaler else None
+        with monkeypatch.context() as m:
+            if not by_kernels:
+                m.setattr(optim, "_on_gpu", lambda tensors: False)
+            for step in range(steps):
+                if step == 1:
+                    prepare(model, optimizer)
+                loss = model(x).square().mean()
+                (loss if scale is None else scale.scale(loss)).backward()
+                if scaler == "overflow" and step == 1:
+                    model[0].weight.grad.mul_(float("inf"))
+                optimizer.step() if scale is None else scale.step(optimizer)
+                if scale is not None:
+                    scale.update()
+                optimizer.zero_grad()
+        models.append([*model.state_dict().values(), *(t for s in optimizer.state.values() for t in s.values())])
+    for one, other in zip(*models, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_may_lie_in_memory_in_another_way_than_its_parameter(fused, monkeypatch, name):
+    def prepare(model, optimizer):  # a checkpoint from before the model was channels_last
+        model.to(memory_format=torch.channels_last)
+
+    fused_and_not(name, monkeypatch, prepare)
+    assert fused == [3, 3, 3]
+
+
+@pytest.mark.parametrize("scaler", ["fine", "overflow"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_scaled_gradients(fused, monkeypatch, name, scaler):
+    fused_and_not(name, monkeypatch, scaler=scaler)
+    assert len(fused) == (2 if scaler == "overflow" else 3)
+
+
+def test_counts_that_are_not_float32_are_left_to_torch(fused, monkeypatch):
+    def prepare(model, optimizer):
+        for s in optimizer.state.values():
+            s["step"] = s["step"].double()
+
+    fused_and_not("adam", monkeypatch, prepare)
+
+
+def test_state_on_another_device_is_an_error_of_torch_and_no_wild_pointer(fused):
+    model = two_layers()
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    x = torch.randn(4, 3, 4, 4, device=DEVICE)
+    model(x).sum().backward()
+    optimizer.step()
+    for s in optimizer.state.values():
+        s["exp_avg"] = s["exp_avg"].to("meta")
+    model(x).sum().backward()
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        optimizer.step()
+    assert len(fused) == 1

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.optim.sgd import sgd
 
 from .grads import SlicedGrad
-from .ops.views import memory_format
+from .ops.views import is_channels_last, memory_format
 
 Work = list[tuple[Tensor, SlicedGrad]]
 
@@ -196,21 +196,24 @@ def _scaler(optimizer: Optimizer) -> tuple[bool, Callable[[Tensor], Tensor]]:
 
 def _fused(optimizer: Optimizer, group: dict[str, Any], work: Work, names: list[str]) -> bool:
     """Update all slices in one launch, reading starts from device memory; false where there is no kernel for that."""
-    if not all(p.is_cuda for p, _ in work) or not _has_triton():
+    if not _on_gpu(p for p, _ in work) or not _has_triton():
         return False
     from .ops import many, tables
 
     device = work[0][0].device
+    for p, _ in work:
+        _lay_out_alike(p, optimizer.state[p], names)
     state = [[optimizer.state[p][name] for name in names] for p, _ in work]
     betas = group.get("betas", (0.0, 0.0))
     steps = [optimizer.state[p]["step"] for p, _ in work if "step" in optimizer.state[p]]
     fit = (
         all(
-            p.device == device and many.supports(p, *s) and p.dtype != torch.float64
+            many.supports(p, *s) and p.dtype != torch.float64 and all(t.device == device for t in (p, *s))
             for (p, _), s in zip(work, state, strict=True)
         )
         and not any(isinstance(b, Tensor) for b in betas)
         and len({s.device for s in steps}) < 2
+        and all(s.is_cpu or (s.device == device and s.dtype == torch.float32) for s in steps)
         and tables.possible(device)
     )
     if not fit:
@@ -222,7 +225,8 @@ def _fused(optimizer: Optimizer, group: dict[str, Any], work: Work, names: list[
         return False
     lr = group["lr"]
     lr = lr.to(device, torch.float32) if isinstance(lr, Tensor) and lr.is_cuda else float(lr)
-    found_inf, grad_scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
+    given = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
+    found_inf, grad_scale = (None if t is None else t.to(device) for t in given)  # of a scaler on another GPU
     if steps:
         torch._foreach_add_(steps, 1)
         if found_inf is not None:
@@ -244,6 +248,17 @@ def _fused(optimizer: Optimizer, group: dict[str, Any], work: Work, names: list[
         settings = {"betas": betas, "eps": group["eps"], "amsgrad": group["amsgrad"], "decoupled": decoupled}
         many.adam(pieces, **settings, **shared)
     return True
+
+
+def _on_gpu(tensors: Iterable[Tensor]) -> bool:
+    return all(t.is_cuda for t in tensors)
+
+
+def _lay_out_alike(p: Tensor, state: dict[str, Any], names: list[str]) -> None:
+    """Bring state into the memory format of its parameter, which may have changed since, or be that of a checkpoint."""
+    for name in names:
+        if state[name].stride() != p.stride() and is_channels_last(state[name]) != is_channels_last(p):
+            state[name] = state[name].contiguous(memory_format=memory_format(p))
 
 
 @functools.cache
