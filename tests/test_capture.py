@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import sliceout
+from sliceout.capture import _State
 
 needs_cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 OPTIMIZERS = {  # rates that float32 holds exactly: kernels read them in that precision
@@ -74,6 +75,52 @@ def test_a_batch_of_another_shape_is_refused() -> None:
     step = sliceout.capture(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), 0.1), (x, y))
     with pytest.raises(ValueError, match=r"shape \(7, 3, 8, 8\).*captured for \(16, 3, 8, 8\)"):
         step(x[:7], y[:7])
+
+
+@needs_cuda[0]
+@needs_cuda[1]
+def test_a_loaded_checkpoint_takes_effect_and_a_changed_rate_is_told() -> None:
+    model = network().double().cuda()
+    x, y = batches(1, "cuda")[0]
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    step = sliceout.capture(model, nn.functional.cross_entropy, optimizer, (x, y))
+    for _ in range(3):
+        step(x, y)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))  # without the position of the draws
+    at = sliceout.slices(model).step
+    outcomes = []
+    for _ in range(2):
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(copy.deepcopy(saved[1]))
+        sliceout.slices(model).seek_(at)
+        outcomes.append([step(x, y).clone() for _ in range(4)])
+    torch.testing.assert_close(*outcomes, rtol=0, atol=0)
+    sliceout.slices(model).members[0].rerate_(0.25)
+    with pytest.raises(RuntimeError, match="capture it again"):
+        step(x, y)
+
+
+def test_a_loaded_state_is_copied_to_where_the_graph_updates_it() -> None:
+    p = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([p])
+    p.grad = torch.ones(3)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    state = _State(optimizer)
+    before = dict(optimizer.state[p])
+    optimizer.step()
+    state.follow(optimizer)
+    assert before["step"].item() == 2, "nothing was loaded"
+    optimizer.load_state_dict(saved)
+    assert optimizer.state[p]["exp_avg"] is not before["exp_avg"]
+    state.follow(optimizer)
+    for name, tensor in before.items():
+        assert optimizer.state[p][name] is tensor
+        assert torch.equal(tensor, saved["state"][0][name])
+    optimizer.load_state_dict({**saved, "state": {}})  # of a run that had not begun
+    state.follow(optimizer)
+    assert optimizer.state[p]["step"] is before["step"]
+    assert before["exp_avg"].abs().sum() == before["step"] == 0
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 For batches of one shape. The next draw follows every replay from the host: one small copy instead of twenty kernels
 of integer arithmetic in the graph, and eager code sees the same slices. Learning rates live in device memory, so
-schedulers and assignments to ``group["lr"]`` take effect at the next step.
+schedulers and assignments to ``group["lr"]`` take effect at the next step, and so does a loaded optimizer state. Widths
+and all other settings are part of the graph: after a change of rate, capture again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from torch.optim import LBFGS, Optimizer
 
 from . import draws
 from .ops import tables, without_views
-from .slices import Slices
 
 
 def capture(
@@ -63,7 +63,7 @@ class CapturedStep:
         warmup: int,
     ) -> None:
         self.batch = tuple(t.detach().clone() for t in batch)
-        self.optimizer = optimizer
+        self.model, self.optimizer = model, optimizer  # the graph uses their memory
         self.rates = [_to_device(group, self.batch[0].device) for group in optimizer.param_groups]
 
         def step() -> Tensor:
@@ -89,7 +89,9 @@ class CapturedStep:
             torch.cuda.graph(self.graph),
         ):
             self.loss = step()
-        self.families: list[Slices] = draws.families_in(optimizer)
+        self.state = _State(optimizer)
+        self.live = [s for family in draws.families_in(optimizer) for s in family]
+        self.widths = [s.width if s.on else s.size for s in self.live]
 
     def __call__(self, *batch: Tensor) -> Tensor:
         """One training step on ``batch``."""
@@ -102,12 +104,15 @@ class CapturedStep:
                     f"{tuple(here.shape)} and {here.dtype}. Drop the last smaller batch, or capture another step for it"
                 )
             here.copy_(there, non_blocking=True)
+        if [s.width if s.on else s.size for s in self.live] != self.widths:
+            raise RuntimeError("the rate of a slice has changed since this step was captured: capture it again")
+        self.state.follow(self.optimizer)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             if group["lr"] is not rate:  # somebody assigned a number
                 rate.fill_(float(group["lr"]))
                 group["lr"] = rate
         self.graph.replay()
-        for family in self.families:
+        for family in dict.fromkeys(s.family for s in self.live):  # they may have been joined since
             family.draw_()
         return self.loss
 
@@ -168,6 +173,28 @@ class _Snapshot:
                 if isinstance(value, Tensor):
                     before = self.state.get(p, {}).get(key)
                     value.zero_() if before is None else value.copy_(before)
+
+
+class _State:
+    """The state that the graph updates. What ``load_state_dict`` puts in its place is copied into it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.seen = optimizer.state
+        self.tensors = {
+            p: {k: v for k, v in s.items() if isinstance(v, Tensor)} for p, s in optimizer.state.items()
+        }  # fmt: skip
+
+    @torch.no_grad()
+    def follow(self, optimizer: Optimizer) -> None:
+        if optimizer.state is self.seen:
+            return
+        self.seen = optimizer.state
+        for p, kept in self.tensors.items():
+            now = optimizer.state[p]
+            for name, tensor in kept.items():
+                loaded = now.get(name)
+                tensor.zero_() if loaded is None else tensor.copy_(loaded)
+                now[name] = tensor
 
 
 def _copy(value: Any) -> Any:
