@@ -81,6 +81,19 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pyte
     assert path.read_bytes() == before
 
 
+def test_a_line_without_a_result_does_not_count_as_one() -> None:
+    done = {"id": "a", "final": {"accuracy": 0.5}, "epochs": [{}]}
+    assert results.by_id(
+        [{**done, "seed": 1}, {**done, "seed": 2}, {"id": "b"}, {**done, "id": "c", "epochs": []}]
+    ) == {"a": {**done, "seed": 2}}
+
+
+def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").mkdir()
+    with pytest.raises(LabError, match=r"results.jsonl: cannot be read \(Is a directory\)"):
+        results.read(tmp_path / "results.jsonl")
+
+
 def test_nan_is_no_result(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
         results.append(tmp_path / "results.jsonl", {"loss": float("nan")})

@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from sliceout.lab.experiment import Job
 from sliceout.lab.train import Stopped, checkpoint, loop
 from sliceout.lab.train.__main__ import main, write
 from sliceout.lab.train.checkpoint import Checkpoints
+from sliceout.lab.train.stop import PARENT
 from trainruns import mlp_job, settings, train
 
 
@@ -260,6 +262,27 @@ def test_two_processes_do_not_train_the_same_run(tmp_path: Path) -> None:
         train(job, tmp_path)
     store.release()
     train(job, tmp_path)
+
+
+def test_a_successor_waits_for_a_run_that_is_about_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a kill -9 of ``reproduce``, whose processes notice within a second."""
+    job = mlp_job(epochs=1)
+    store = Checkpoints(tmp_path / job.id)
+    store.claim()
+    threading.Timer(0.3, store.release).start()
+    monkeypatch.setenv(PARENT, str(os.getppid()))
+    assert train(job, tmp_path)["epochs"]
+
+
+def test_a_checkpoint_of_another_run_is_not_taken(stopped: tuple[Job, Path]) -> None:
+    job, out = stopped
+    other = mlp_job(epochs=4, seed=1)
+    (out / other.id).mkdir()
+    for name in ("checkpoint.pt", "checkpoint.previous.pt"):
+        (out / other.id / name).write_bytes((out / job.id / name).read_bytes())
+    with pytest.raises(LabError, match=rf"of run {job.id}, not of {other.id}\. .*add --fresh"):
+        train(other, out)
+    assert (out / other.id / "checkpoint.pt").exists()
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------------

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from sliceout import convert_
 from sliceout.lab import LabError, cli, energy, experiment, results
 from sliceout.lab.data.fashion import SUBSET
 from sliceout.lab.models.mlp import mlp
-from sliceout.lab.train import loop
+from sliceout.lab.train import Stopped, loop
 from sliceout.lab.train.clock import Clock, spread
 from sliceout.lab.train.distributed import Ranks
 from sliceout.lab.train.modes import make_step
@@ -246,6 +248,60 @@ def test_tensorboard_is_optional(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(LabError, match="pip install tensorboard"):
         train(mlp_job(), tmp_path, tensorboard=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to"),
+            r"cpu has not enough memory \(CUDA out of memory\).*--batch",
+        ),
+        (None, r"the test loss is nan in epoch 1: training diverged"),
+    ],
+)
+def test_what_goes_wrong_in_an_epoch_is_told(
+    error: Exception | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def evaluate(t: object) -> dict[str, float]:
+        if error is not None:
+            raise error
+        return {"test_loss": float("nan"), "accuracy": 0.1}
+
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+    with pytest.raises(LabError, match=message):
+        train(mlp_job(), tmp_path)
+    assert not (tmp_path / "results.jsonl").exists()
+
+
+def test_tensorboard_is_written_when_a_run_is_stopped_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    class Writer:
+        def __init__(self, folder: str, purge_step: int | None) -> None:
+            self.purge_step, self.logged, self.closed = purge_step, [], False
+            made.append(self)
+
+        def add_scalar(self, key: str, value: float, epoch: int) -> None:
+            self.logged.append(epoch)
+
+        def close(self) -> None:
+            self.closed = True
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
+    step, job = loop.Show.step, mlp_job(epochs=3)
+
+    def stopping(self: Any, at: int, *rest: Any) -> None:
+        step(self, at, *rest)
+        if at == 9:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as m:
+        m.setattr(loop.Show, "step", stopping)
+        with pytest.raises(Stopped):
+            train(job, tmp_path, tensorboard=True)
+    train(job, tmp_path, tensorboard=True)
+    assert [(w.purge_step, sorted(set(w.logged)), w.closed) for w in made] == [(None, [1, 2], True), (3, [3], True)]
 
 
 def test_tensorboard_logs(tmp_path: Path) -> None:

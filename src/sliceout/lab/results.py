@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from . import machine
+from . import LabError, machine
 from .train.checkpoint import writing
 
 NAME = "results.jsonl"
@@ -50,10 +50,14 @@ def append(path: Path, record: dict[str, Any]) -> None:
 
 def read(path: Path, say: Callable[[str], None] = _complain) -> list[dict[str, Any]]:
     """All records in the file at ``path``; what is no JSON object is skipped, and ``say`` is told."""
-    if not path.exists():
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
         return []
+    except OSError as error:
+        raise LabError(f"{path}: cannot be read ({error.strerror})") from error
     records = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    for number, line in enumerate(data.splitlines(), 1):
         record = _parsed(line)
         if record is not None:
             records.append(record)
@@ -63,8 +67,8 @@ def read(path: Path, say: Callable[[str], None] = _complain) -> list[dict[str, A
 
 
 def by_id(records: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The newest record of every run."""
-    return {r["id"]: r for r in records if "id" in r}
+    """The newest record of every run; what lacks a result does not count as one."""
+    return {r["id"]: r for r in records if "id" in r and r.get("final") and r.get("epochs")}
 
 
 def _settle_end(handle: int, path: Path) -> int:

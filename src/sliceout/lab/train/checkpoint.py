@@ -12,6 +12,7 @@ import io
 import os
 import shutil
 import struct
+import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -32,18 +33,29 @@ class Checkpoints:
     def __init__(self, folder: Path, say: Callable[[str], None] = print) -> None:
         self.folder, self.say = folder, say
         self.newest, self.previous = folder / "checkpoint.pt", folder / "checkpoint.previous.pt"
+        self.writing = folder / "checkpoint.writing"
         self._lock: Any = None
 
-    def claim(self) -> None:
-        """Keep other processes from training the same run in the same folder at the same time."""
+    def claim(self, wait: float = 0.0) -> None:
+        """Keep other processes from training the same run in the same folder at the same time.
+
+        ``wait`` so many seconds for one that is about to stop.
+        """
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = (self.folder / "lock").open("a+")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock.close()
-            raise LabError(f"{self.folder}: another process is training this run: wait for it, or stop it") from error
+        until = time.monotonic() + wait
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError as error:
+                if time.monotonic() < until:
+                    time.sleep(0.1)
+                    continue
+                self.release()
+                told = f"{self.folder}: another process is training this run: wait for it, or stop it"
+                raise LabError(told) from error
 
     def release(self) -> None:
         if self._lock is not None:
@@ -52,7 +64,7 @@ class Checkpoints:
 
     def save(self, state: dict[str, Any]) -> None:
         """Write ``state``; until it is whole on the disk, the last one stays."""
-        temporary = self.folder / "checkpoint.writing"
+        temporary = self.writing
         try:
             with writing(self.newest, "the last checkpoint is as it was"):
                 with temporary.open("wb") as raw:
@@ -95,7 +107,7 @@ class Checkpoints:
 
     def remove(self) -> None:
         """The run is finished, or is to start anew."""
-        for path in (self.newest, self.previous):
+        for path in (self.newest, self.previous, self.writing):
             path.unlink(missing_ok=True)
 
     def remove_folder(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -30,7 +31,10 @@ from .distributed import Ranks
 from .modes import autocast, make_step
 from .progress import Show
 from .setup import Training
-from .stop import Stop, Stopped
+from .stop import PARENT, Stop, Stopped
+
+CLAIM_SECONDS = 20.0
+"""A run whose parent was killed stops at its next step: its successor waits for it."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,10 @@ class Record:
     """How many runs shared the device in the worst of all sittings: times of any of them are in here."""
 
 
+class Diverged(LabError):
+    """The loss is no number any more: a matter of this one run, whatever becomes of others."""
+
+
 def run(job: Job, settings: Settings, console: Console | None = None) -> dict[str, Any]:
     """Train ``job`` from wherever it stands to its end; returns its result, which is appended to the results.
 
@@ -94,7 +102,7 @@ def run(job: Job, settings: Settings, console: Console | None = None) -> dict[st
         make(training, Record())
         return {}
     if ranks.first:
-        store.claim()
+        store.claim(wait=CLAIM_SECONDS if PARENT in os.environ else 0.0)
         if settings.fresh:
             store.remove()
     ranks.gather(None)  # nobody reads before the first process has tidied up
@@ -108,6 +116,11 @@ def run(job: Job, settings: Settings, console: Console | None = None) -> dict[st
             results.append(path, result)
             store.remove_folder()
         return result
+    except torch.OutOfMemoryError as error:
+        raise LabError(
+            f"{show.title}: {training.device} has not enough memory ({str(error).partition('. ')[0]}); no result was "
+            "written. A smaller --batch needs less"
+        ) from error
     finally:
         store.release()
         ranks.close()
@@ -116,10 +129,20 @@ def run(job: Job, settings: Settings, console: Console | None = None) -> dict[st
 def _fit(t: Training, store: Checkpoints, settings: Settings, stop: Stop, show: Show) -> Record:
     """Train to the end."""
     record = _resume(t, store)
-    writer = _tensorboard(t, store, settings)
     record.concurrent = max(record.concurrent, settings.concurrent)
     if record.step:
         show.say(f"going on at step {record.step:,} of {t.total:,}")
+    writer = _tensorboard(t, record, store, settings)
+    try:
+        return _epochs(t, record, store, settings, stop, show, writer)
+    finally:
+        if writer is not None:
+            writer.close()  # also when stopped: what it holds is written now or never
+
+
+def _epochs(
+    t: Training, record: Record, store: Checkpoints, settings: Settings, stop: Stop, show: Show, writer: Any
+) -> Record:
     joules = _meter(t, record)
     losses = torch.zeros((), device=t.device)
     saved = time.monotonic()
@@ -137,22 +160,20 @@ def _fit(t: Training, store: Checkpoints, settings: Settings, stop: Stop, show: 
         clock = Clock(t.device, t.steps)
         signum = steps(t, record, end, losses, clock, show, stop)
         clock.pause()
-        if joules and used is not None:
-            record.joules = (record.joules or 0.0) + joules() - used
+        if joules and used is not None:  # of all GPUs that train this run
+            record.joules = (record.joules or 0.0) + sum(t.ranks.gather(joules() - used))
         _note_peak(t, record)
         record.times += clock.milliseconds
         record.seconds += clock.seconds
         if record.step < end:  # in the middle of an epoch
-            record.losses = float(losses)
+            record.losses = float(t.ranks.mean(losses))  # every process goes on from the first one's record
             _save(t, record, store)
             raise _stopped(t, record, signum)
         loss = float(t.ranks.mean(losses)) / t.steps
-        if not math.isfinite(loss):
-            raise LabError(
-                f"{show.title}: the loss is {loss} in epoch {number + 1}: training diverged, no result was written. "
-                "A lower learning rate or rate of dropping may help"
-            )
-        entry = {"epoch": number + 1, "loss": loss, **evaluate(t), "lr": t.lr, "seconds": record.seconds}
+        _check(show.title, "loss", loss, number + 1)
+        tested = evaluate(t)
+        _check(show.title, "test loss", tested["test_loss"], number + 1)
+        entry = {"epoch": number + 1, "loss": loss, **tested, "lr": t.lr, "seconds": record.seconds}
         entry["ms_per_step"] = statistics.median(clock.milliseconds)
         record.epochs.append(entry)
         record.losses = record.seconds = 0.0
@@ -167,9 +188,15 @@ def _fit(t: Training, store: Checkpoints, settings: Settings, stop: Stop, show: 
             saved = time.monotonic()
             if signum:
                 raise _stopped(t, record, signum)
-    if writer is not None:
-        writer.close()
     return record
+
+
+def _check(title: str, name: str, loss: float, epoch: int) -> None:
+    if not math.isfinite(loss):
+        raise Diverged(
+            f"{title}: the {name} is {loss} in epoch {epoch}: training diverged, no result was written. "
+            "A lower learning rate or rate of dropping may help"
+        )
 
 
 def steps(t: Training, record: Record, end: int, losses: Tensor, clock: Clock, show: Show, stop: Stop) -> int:
@@ -260,9 +287,14 @@ def _save(t: Training, record: Record, store: Checkpoints) -> None:
 
 
 def _resume(t: Training, store: Checkpoints) -> Record:
-    state = store.load()
+    state = store.load() if t.ranks.first else None
+    t.ranks.gather(None)  # the first process sets a damaged file aside before the others look
+    if not t.ranks.first:
+        state = store.load()
     if state is None:
         return Record()
+    if state["id"] != t.job.id:
+        raise LabError(f"{store.newest}: of run {state['id']}, not of {t.job.id}. To train this run anew, add --fresh")
     record = Record(**state["record"])
     record.resumed += 1
     t.model.load_state_dict(state["model"])
@@ -279,7 +311,10 @@ def _resume(t: Training, store: Checkpoints) -> Record:
 def _save_model(t: Training, folder: Path) -> None:
     path = folder / "model.pt"
     with writing(path):
-        torch.save(t.model.state_dict(), path.with_suffix(".writing"))
+        with path.with_suffix(".writing").open("wb") as file:
+            torch.save(t.model.state_dict(), file)
+            file.flush()
+            os.fsync(file.fileno())
         path.with_suffix(".writing").replace(path)
 
 
@@ -310,19 +345,21 @@ def _meter(t: Training, record: Record) -> Callable[[], float] | None:
     """What counts the energy of the run, if all of it can be counted: the counter is of the whole GPU."""
     so_far = record.step == 0 or record.joules is not None
     meter = energy.meter(t.device) if so_far and record.concurrent == 1 else None
-    if meter is None:
-        record.joules = None  # a part of it would pass for the whole
-    return meter
+    if all(t.ranks.gather(meter is not None)):
+        return meter
+    record.joules = None  # a part of it would pass for the whole
+    return None
 
 
-def _tensorboard(t: Training, store: Checkpoints, settings: Settings) -> Any:
+def _tensorboard(t: Training, record: Record, store: Checkpoints, settings: Settings) -> Any:
     if not settings.tensorboard or not t.ranks.first:
         return None
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise LabError("--tensorboard: tensorboard is not installed: pip install tensorboard") from error
-    return SummaryWriter(str(store.folder.parent / "tensorboard" / t.job.id))
+    at = len(record.epochs) + 1  # epochs after the checkpoint are trained again: what was logged of them goes
+    return SummaryWriter(str(store.folder.parent / "tensorboard" / t.job.id), purge_step=at if record.step else None)
 
 
 def _result(t: Training, record: Record) -> dict[str, Any]:

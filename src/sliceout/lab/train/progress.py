@@ -99,4 +99,4 @@ class Show:
 def _memory(losses: Tensor) -> str:
     if losses.device.type != "cuda":
         return ""
-    return f"  {torch.cuda.max_memory_allocated(losses.device) / 2**30:.2f} GiB"
+    return f"  {torch.cuda.max_memory_reserved(losses.device) / 2**30:.2f} GiB"  # graphs count as reserved only
