@@ -319,7 +319,13 @@ def test_nothing_is_started_after_the_deadline(monkeypatch) -> None:
         ([], "name a model"),
         (["--suite", "no"], "--suite no: expected one of h200-must"),
         (["mlp", "--suite", "tiny"], "either models or a suite"),
-        (["mlp", "--rates", "a"], "--rates a: expected float"),
+        (["mlp", "--rates", "a"], "--rates 'a': expected numbers"),
+        (["mlp", "--rates", ""], "--rates '': expected numbers"),
+        (["mpl"], "no network is called 'mpl' (did you mean 'mlp'?)"),
+        (["timm:no-such"], "timm has no model 'no-such'"),
+        (["mlp", "--batch", "0"], "--batch 0: expected at least 1"),
+        (["mlp", "--align", "0"], "--align 0: expected at least 1"),
+        (["mlp", "--modes", "captured", "--device", "cpu"], "CUDA graphs need a GPU"),
         (["mlp", "--schemes", "x"], "scheme 'x'"),
         (["mlp", "--match-memory", "--schemes", "sliceout"], "--schemes standard,sliceout"),
         (["mlp", "--match-memory", "--schemes", "none,standard"], "--schemes standard,sliceout"),
@@ -329,6 +335,12 @@ def test_nothing_is_started_after_the_deadline(monkeypatch) -> None:
 def test_what_cannot_be_measured_is_told(words: list[str], message: str, capsys, tmp_path: Path) -> None:
     assert cli.main(["bench", *words, *([] if "--table" in words else ["--out", str(tmp_path)])]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_failed_cases_are_told_and_end_with_an_exit_code(monkeypatch, tmp_path: Path, capsys) -> None:
+    monkeypatch.setattr(run.sys, "executable", "/bin/false")
+    assert cli.main(["bench", "mlp", "--schemes", "none", "--device", "cpu", "--out", str(tmp_path)]) == 1
+    assert "1 of 1 cases failed, the first with: the worker ended with code 1" in capsys.readouterr().err
 
 
 def test_the_table_of_a_file_is_printed_again(tmp_path: Path, capsys) -> None:

@@ -49,7 +49,7 @@ class Work:
 def build(case: Case, device: torch.device) -> Work:
     """The network of a case, ready to train on ``device``."""
     torch.manual_seed(0)
-    net = _network(case)
+    net = network(case)
     if case.rate > 0:
         net = _apply_scheme(net, case)
     images = family_of(case.model) in ("wrn", "efficientnet") or any(isinstance(m, nn.Conv2d) for m in net.modules())
@@ -60,7 +60,7 @@ def build(case: Case, device: torch.device) -> Work:
     return Work(case, net, _loss, _optimizer(case, net, device), device)
 
 
-def _network(case: Case) -> nn.Module:
+def network(case: Case) -> nn.Module:
     """Plain; standard dropout is what the network itself brings, where it has a place for it."""
     from ..models import build as build_model
 

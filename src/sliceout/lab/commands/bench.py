@@ -85,6 +85,7 @@ def command(
     else:
         if not models:
             raise LabError("name a model (sliceout bench wrn-28-10) or a suite (--suite tiny)")
+        _check(models, batch, align=align, stages=stages, size=size)
         chosen = known.expand(
             models,
             _list("--batch", batch, int),
@@ -98,6 +99,8 @@ def command(
             stages=stages,
             size=size,
         )
+    if kind != "cuda" and any(c.mode.startswith("captured") for c in chosen):
+        raise LabError("--modes captured: CUDA graphs need a GPU; try --modes eager,compiled")
     if match_memory and not {"sliceout"} < {c.scheme for c in chosen if c.scheme in ("none", "standard", "sliceout")}:
         raise LabError("--match-memory compares SliceOut with standard dropout: --schemes standard,sliceout")
     make_folder(out)
@@ -110,6 +113,7 @@ def _measure(
 ) -> None:  # fmt: skip
     import torch
 
+    from ..bench import cases as known
     from ..bench import files, match, run, show
 
     deadline = time.monotonic() + limit
@@ -141,6 +145,28 @@ def _measure(
     left = sum(not result.has(c) for c in chosen)
     if left:
         say(f"{left} cases were not measured within --limit {limit:g}: the same command goes on with them")
+    failed = [r for r in result.rows if r["error"] and known.case_of(r) in chosen]
+    if failed:
+        first = failed[0]["error"].strip().splitlines()[0]
+        raise LabError(
+            f"{len(failed)} of {len(chosen)} cases failed, the first with: {first} (--retry tries them again)"
+        )
+
+
+def _check(models: list[str], batch: str, **sizes: int | None) -> None:
+    """Before anything is measured: networks that cannot be built and sizes that cannot be meant."""
+    import torch
+
+    from ..bench import work
+    from ..bench.cases import Case
+    from ..find_model import find_model
+
+    for option, value in (*(("batch", b) for b in _list("--batch", batch, int)), *sizes.items()):
+        if value is not None and value < 1:
+            raise LabError(f"--{option} {value}: expected at least 1")
+    for model in models:
+        with torch.device("meta"):  # of a network, its shapes are enough
+            _ = find_model(model) if ":" in model else work.network(Case(model, 2, "none"))
 
 
 def _print(console: Any, show: Any, data: dict[str, Any], path: Path) -> None:
@@ -159,6 +185,10 @@ def _print(console: Any, show: Any, data: dict[str, Any], path: Path) -> None:
 
 def _list(option: str, text: str, of: Callable[[str], T]) -> list[T]:
     try:
-        return [of(part.strip()) for part in text.split(",") if part.strip()]
+        found = [of(part.strip()) for part in text.split(",") if part.strip()]
+        if not found and option != "--batch":
+            raise ValueError
+        return found
     except ValueError as error:
-        raise LabError(f"{option} {text}: expected {of.__name__} values, separated by commas") from error
+        kinds = {"str": "names", "int": "whole numbers", "float": "numbers"}
+        raise LabError(f"{option} {text!r}: expected {kinds[of.__name__]}, separated by commas") from error
