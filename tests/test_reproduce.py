@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from sliceout.lab import LabError, cli, experiment, reproduce, results
 from sliceout.lab.reproduce import Plan, mean_and_error
 from sliceout.lab.train import Stopped
+from sliceout.lab.train.loop import Diverged
 
 TOML = """
 extends = "fashion-mnist"
@@ -133,6 +135,36 @@ def test_stopped_it_keeps_what_is_done(
     assert cli.main(command(table, tmp_path / "out")) == 143
     assert len(results.read(tmp_path / "out" / "results.jsonl")) == 2
     assert "stopped at step 3" in capsys.readouterr().out
+
+
+def test_a_first_run_that_diverges_does_not_keep_the_others_from_training(
+    table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, calls = reproduce.run, []
+
+    def first_diverges(job: Any, *rest: Any) -> Any:
+        calls.append(job)
+        if len(calls) == 1:
+            raise Diverged("the loss is nan in epoch 1")
+        return original(job, *rest)
+
+    monkeypatch.setattr(reproduce, "run", first_diverges)
+    assert cli.main(command(table, tmp_path / "out", "--only", "sliceout", "--only", "none")) == 1
+    assert len(results.read(tmp_path / "out" / "results.jsonl")) == 3
+    assert "not done: the loss is nan in epoch 1" in capsys.readouterr().out
+
+
+def test_a_full_disk_before_a_process_is_started(
+    table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(reproduce, "write", full)
+    assert cli.main(command(table, tmp_path / "out", "--jobs", "2")) == 1
+    told = capsys.readouterr()
+    assert "the disk is full (No space left on device); what is done is in the results" in told.err
+    assert "Traceback" not in told.err
 
 
 def test_the_report_is_written_at_the_end(table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,8 @@ from . import experiment as experiments
 from .experiment import Experiment, Job, near
 from .train import Settings, Stopped, run
 from .train.__main__ import write
+from .train.checkpoint import writing
+from .train.loop import Diverged
 from .train.stop import PARENT
 
 
@@ -162,9 +164,10 @@ def _here(todo: Sequence[Job], settings: Settings, console: Console) -> list[str
         try:
             result = run(job, replace(settings, quiet=not console.is_terminal), console)
         except LabError as error:
-            failed.append(str(error))
-            if len(todo) > 1 and number == 1:  # what stops the first one will stop all
+            if len(todo) > 1 and number == 1 and not isinstance(error, Diverged):  # it will stop all the others too
                 raise
+            failed.append(str(error))
+            console.print(f"({number}/{len(todo)}) not done: {error}", soft_wrap=True)
             continue
         console.print(_line(number, len(todo), job, result), soft_wrap=True)
     return failed
@@ -187,7 +190,10 @@ def _in_processes(todo: Sequence[Job], settings: Settings, jobs: int, console: C
         while (waiting and not asked) or running:
             while waiting and len(running) < jobs and not asked:
                 job = waiting.pop(0)
-                running[_start(job, settings, jobs, show=alone)] = job
+                started = _start(job, settings, jobs, show=alone)
+                running[started] = job
+                if asked:  # while it was started: the signal has not reached it
+                    started.terminate()
             for process in [p for p in running if p.poll() is not None]:
                 job, number = running.pop(process), number + 1
                 record = results.by_id(results.read(settings.out / results.NAME, say=lambda m: None)).get(job.id)
@@ -205,21 +211,21 @@ def _in_processes(todo: Sequence[Job], settings: Settings, jobs: int, console: C
 
 def _start(job: Job, settings: Settings, jobs: int, show: bool) -> subprocess.Popen[bytes]:
     folder = settings.out / job.id
-    folder.mkdir(parents=True, exist_ok=True)
-    write(folder / "job.json", job, settings)
+    with writing(folder, "what is done is in the results; the same command goes on"):
+        folder.mkdir(parents=True, exist_ok=True)
+        write(folder / "job.json", job, settings)
+        (settings.out / "logs").mkdir(exist_ok=True)
     threads = str(max(1, (os.cpu_count() or 1) // jobs))
     env = {"OMP_NUM_THREADS": threads, **os.environ, PARENT: str(os.getpid())}
     command = [sys.executable, "-m", "sliceout.lab.train", str(folder / "job.json")]
-    with _log(job, settings).open("wb") as log:
+    with writing(_log(job, settings)), _log(job, settings).open("wb") as log:
         return subprocess.Popen(
             command, env=env, stdout=None if show else log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
         )
 
 
 def _log(job: Job, settings: Settings) -> Path:
-    folder = settings.out / "logs"
-    folder.mkdir(exist_ok=True)
-    return folder / f"{job.id}.txt"
+    return settings.out / "logs" / f"{job.id}.txt"
 
 
 def _reason(job: Job, settings: Settings, process: subprocess.Popen[bytes]) -> str:
