@@ -163,3 +163,27 @@ def test_importing_the_library_does_not_import_the_compiler_or_the_lab() -> None
     code = "import sys, sliceout; print([m for m in ('torch._dynamo', 'sliceout.lab') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["theory", "--plot", "OUT/a.xyz"], "expected a name that ends in .png, .svg, .pdf"),
+        (["theory", "--rate", "1"], "rate=1.0: expected 0 <= rate < 1"),
+        (["train", "no/such.toml"], "no/such.toml: there is no such file"),
+        (["train", "fashionmnist"], "there is no experiment 'fashionmnist': did you mean fashion-mnist?; `sliceout"),
+        (
+            ["train", "fashion-mnist", "--scheme", "standard", "--sampling", "window"],
+            "--sampling window is a setting of",
+        ),
+        (["train", "fashion-mnist", "--scheme", "none", "--grads", "compact"], "leave it out with --scheme none"),
+        (["reproduce", "fashon-mnist"], "there is no table or experiment 'fashon-mnist': did you mean fashion-mnist?"),
+        (["reproduce", "zzz"], "there is no table or experiment 'zzz': there are cifar10-"),
+        (["reproduce", "fashion-mnist", "--seeds", ""], "expected numbers such as 0,1,2"),
+    ],
+)
+def test_what_a_user_may_mistype(arguments: list[str], complaint: str, tmp_path: Path, capsys) -> None:
+    assert cli.main([a.replace("OUT", str(tmp_path)) for a in arguments]) == 1
+    told = capsys.readouterr().err
+    assert complaint in told
+    assert told.count("\n") == 1
