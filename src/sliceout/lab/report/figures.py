@@ -64,6 +64,7 @@ class Drawn:
         text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
         text = re.sub(r"(\bid=\"|url\(#|href=\"#)", rf"\g<1>{self.name}-", text)  # many pictures share one page
         text = re.sub(r"-?\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", text)  # a hundredth of a point
+        text = text.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")  # else serifs where it is missing
         return text.replace("<svg ", f'<svg data-of="{self.fingerprint()}" ', 1)
 
     def svg(self) -> str:
