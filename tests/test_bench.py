@@ -225,6 +225,21 @@ def test_equal_memory_is_measured_with_real_steps() -> None:
     assert all(p.grad is None for p in work.net.parameters())
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("mode", ["eager", "captured", "compiled"])
+def test_a_trial_on_the_gpu_leaves_nothing_for_the_next(mode: str) -> None:
+    """Graphs hold the memory of all activations: one that stays would count in every later trial."""
+    work = build(Case("mlp-3x512", 256, "sliceout", mode=mode), torch.device("cuda"))
+    left, used = [], []
+    for batch in (256, 16384, 256):
+        used.append(worker._memory_at(work, batch))
+        worker.release(work)
+        left.append(torch.cuda.memory_reserved())
+    assert used[1] > used[0] + 50 * 2**20
+    assert used[2] <= used[0] + 8 * 2**20
+    assert left[1] <= left[0] + 8 * 2**20
+
+
 @pytest.mark.slow
 def test_a_larger_batch_at_equal_memory_from_the_command_to_the_page(tmp_path: Path, capsys) -> None:
     words = [

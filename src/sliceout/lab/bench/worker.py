@@ -41,7 +41,8 @@ def main() -> None:
         set_precision(case.precision)
         work = build(case, device)
         row["parameters"] = sum(p.numel() for p in work.net.parameters())
-        row["flops"] = None if task.get("compile_only") else count_flops(work)
+        timed = not task.get("compile_only") and task.get("within") is None
+        row["flops"] = count_flops(work) if timed else None
         print(json.dumps({"ready": True}), file=out, flush=True)
         if not sys.stdin.readline():  # the parent is gone
             return
@@ -232,12 +233,13 @@ _OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "not enough memory", "can't a
 
 def release(work: Work) -> None:
     """Give back everything that a trial took, graphs and their gradients included: the next one starts clean."""
+    if work.device.type == "cuda":
+        torch.cuda.synchronize()  # a graph that is still replayed must not go
     work.optimizer.zero_grad(set_to_none=True)  # gradients may lie in the memory of a graph, and keep all of it
     if work.case.compiled:
         torch._dynamo.reset()  # and the graphs of reduce-overhead
     gc.collect()
     if work.device.type == "cuda":
-        torch.cuda.synchronize()
         if hasattr(torch._C, "_cuda_clearCublasWorkspaces"):
             torch._C._cuda_clearCublasWorkspaces()  # one for every stream that a capture warmed up on
         torch.cuda.empty_cache()
