@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sliceout.lab import cli
+from sliceout.lab import cli, train
 from sliceout.lab.data import fashion, write_idx
 
 
@@ -187,3 +187,13 @@ def test_what_a_user_may_mistype(arguments: list[str], complaint: str, tmp_path:
     told = capsys.readouterr().err
     assert complaint in told
     assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize(("signum", "code"), [(2, 130), (15, 143)])
+def test_a_stopped_run_is_told_once(signum: int, code: int, monkeypatch, tmp_path: Path, capsys) -> None:
+    def run(*_: object) -> None:
+        raise train.Stopped("stopped at step 3", signum)
+
+    monkeypatch.setattr(train, "run", run)
+    assert cli.main(["train", "fashion-mnist", "--device", "cpu", "--out", str(tmp_path)]) == code
+    assert capsys.readouterr().err == "sliceout: stopped at step 3\n"

@@ -5,3 +5,6 @@ from __future__ import annotations
 
 class LabError(Exception):
     """Something the user can put right. The command line shows its message without a traceback."""
+
+    code = 1
+    """Of the process that ends with it."""

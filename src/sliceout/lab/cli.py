@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         result: Any = app(arguments, prog_name="sliceout", standalone_mode=False)
     except LabError as error:
-        return _fail(str(error), 1)
+        return _fail(str(error), error.code)
     except (typer.Abort, KeyboardInterrupt):
         result = INTERRUPTED
     except Exception as error:

@@ -92,8 +92,9 @@ def _train(
     try:
         result = run(job, settings, console)
     except Stopped as stopped:
-        typer.echo(f"sliceout: {stopped}", err=True)
-        raise typer.Exit(stopped.code) from None
+        error = LabError(str(stopped))
+        error.code = stopped.code
+        raise error from None
     if int(os.environ.get("RANK", "0")):
         return
     if there and resume:
