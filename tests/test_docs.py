@@ -9,6 +9,9 @@ import pytest
 import typer
 
 from sliceout.lab import cli
+from sliceout.lab.report import docs, groups, timing
+from sliceout.lab.report.speed import speedups
+from sliceout.lab.report.stats import difference
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "results").glob("*.md")])
@@ -62,3 +65,25 @@ def test_commands_and_options_exist(page: Path) -> None:
 
 def test_commands_are_found() -> None:
     assert {c.split()[1] for c in commands(ROOT / "README.md")} >= {"data", "train", "reproduce", "bench", "report"}
+
+
+def test_the_summary_in_the_readme_is_that_of_the_results() -> None:
+    """It is written by hand: shorter steps by less than the rate, and no gain in accuracy over standard dropout."""
+    assert "steps become shorter, by less than the share of dropped units; accuracy is at best level with dropout" in (
+        " ".join((ROOT / "README.md").read_text().split())
+    )
+    measured = docs.load_committed(ROOT)
+    found = groups.group(measured.runs)
+    sliced = [g for g in found if g.scheme == "sliceout"]
+    assert sliced
+    for g in sliced:
+        match = {"data": g.declared("data"), "model": g.config["model"], "scheme": "standard"}
+        base = groups.choose(found, {**match, "rate": g.rate}, "best") or groups.choose(
+            found, {**match, "rate": "best"}
+        )
+        assert base is not None
+        got = difference(g.score("best"), base.score("best"))
+        assert not (got.clear and got.value > 0), (g.config, got)
+    pairs = [(pair, pair.step.rate) for _, pair, _, _ in speedups(timing.steps(measured, found))[1] if pair]
+    assert pairs
+    assert all(100 * (1 - rate) < pair.time < 100 for pair, rate in pairs)
