@@ -121,6 +121,9 @@ class Form:
         self.compact = all(s.grads == "compact" for s in note.slices)
         self.take_layout: list[int] | None = None
         self.put_layout: list[int] | None = None
+        from . import many  # needs triton: only where it is used
+
+        self.readable, self.piece_of = many.supports(full), many.Piece
 
     def fits(self, full: Tensor, slices: list[Slice]) -> bool:
         for s, start, width in zip(slices, self.starts, self.widths, strict=True):
@@ -134,9 +137,7 @@ class Form:
         return [None if axis is None else axis.slice.start_on_host for axis in live]
 
     def piece(self, full: Tensor, small: Tensor, layout: list[int] | None) -> Piece:
-        from .many import Piece
-
-        return Piece(
+        return self.piece_of(
             full, small, self.rows, self.cols, self.gain, self.row_scale, self.col_scale, layout=layout
         )  # fmt: skip
 
@@ -244,7 +245,7 @@ def _gather(notes: list[Note], fulls: list[Tensor]) -> tuple[Tensor, ...]:
     for note, full in zip(notes, fulls, strict=True):
         form = note.form(full)
         small = torch.empty(form.small_shape, dtype=form.dtype, device=full.device, memory_format=form.memory_format)
-        if not many.supports(full):
+        if not form.readable:
             full = full.detach().contiguous(memory_format=form.memory_format)
         piece = form.piece(full, small, form.take_layout)
         if piece.layout is None:
