@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import sliceout
 from sliceout import optim
@@ -385,3 +386,27 @@ def test_another_stream_fetches_for_itself() -> None:
         y = model(x)
     torch.cuda.current_stream().wait_stream(side)
     torch.testing.assert_close(y, expected)
+
+
+@needs_cuda
+@pytest.mark.parametrize("grads", ["dense", "compact"])
+def test_recomputed_activations_can_be_captured(grads: str) -> None:
+    class Recomputing(nn.Module):
+        def __init__(self, net: nn.Module) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = checkpoint(self.net[:3], x, use_reentrant=False)
+            return checkpoint(self.net[3:], x, use_reentrant=False)
+
+    model, x, y = made("mlp", grads)
+    model = Recomputing(model)
+    twin = copy.deepcopy(model)
+    ours, theirs = (OPTIMIZERS["nesterov"](m.parameters()) for m in (model, twin))
+    step = sliceout.capture(model, loss_of, ours, (x, y))
+    for _ in range(5):
+        loss = step(x, y).clone()
+        (expected,) = train(twin, x, y, theirs, 1)
+        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
+    assert_alike(model, twin, rtol=1e-3, atol=1e-5)

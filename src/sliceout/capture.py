@@ -131,9 +131,12 @@ def _check(model: nn.Module, optimizer: Optimizer, batch: tuple[Tensor, ...]) ->
 
 
 def _entries(model: nn.Module) -> int:
-    """Enough for the tables of all launches over all parameters: a row for each, and which tile belongs to which."""
+    """Enough for the tables of all launches over all parameters: a row for each, and which tile belongs to which.
+
+    A step takes, puts back and updates; with recomputed activations it takes and puts back twice.
+    """
     tensors = [*model.parameters(), *model.buffers()]
-    return 4 * sum(32 + len(t) + t.numel() // 256 for t in tensors if t.dim()) + 4096
+    return 4 * sum(96 + len(t) + t.numel() // 256 for t in tensors if t.dim()) + 4096
 
 
 def _to_device(group: dict[str, Any], device: torch.device) -> Tensor:
