@@ -108,7 +108,6 @@ def of_speeds(speeds: Speeds) -> list[Block]:
             continue
         step = pair.step
         where = step.where if len(devices) > 1 else step.where.removeprefix(f"{step.device}, ")
-        where += f", {step.grads} gradients" if step.grads != "dense" else ""
         where += f"; scaled down: {step.scaled}" if step.scaled else ""
         spread = f"\n*{step.spread[0]:.3g} to {step.spread[1]:.3g}*" if step.spread else ""
         rows.append([
