@@ -5,23 +5,19 @@ take no memory. What training loops do with gradients (adding up, clipping, unsc
 tensor. Any other operation sees the full gradient, zeros included, so nothing can go wrong, only slower. Looking at it
 changes nothing; once somebody has written outside the slice, it is an ordinary dense gradient to the optimizer.
 
-The slice-only optimizer update that goes with it is in ``optim``.
+What each operation does is in ``grad_ops``, the slice-only optimizer update that goes with it in ``optim``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from .ops import reference, take, views
 from .slices import Axis
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -180,13 +176,9 @@ class SlicedGrad(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        kwargs = kwargs or {}
-        known = _ON_SLICES.get(func)
-        if known is not None:
-            out = known(func, *args, **kwargs)
-            if out is not NotImplemented:
-                return out
-        return _on_full(func, args, kwargs)
+        from . import grad_ops  # which is about this class
+
+        return grad_ops.run(func, args, kwargs or {})
 
 
 def same_place(a: SlicedGrad, b: SlicedGrad) -> bool:
@@ -206,211 +198,6 @@ def _strides(shape: tuple[int, ...], channels_last: bool) -> tuple[int, ...]:
         strides[dim] = step
         step *= max(shape[dim], 1)
     return tuple(strides)
-
-
-# -- operations --------------------------------------------------------------------------------------------------------
-
-
-def _on_full(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on whole gradients; those that it changes or makes a view of stay whole from then on."""
-    met: dict[int, tuple[SlicedGrad, Tensor]] = {}
-
-    def whole(x: Any) -> Any:
-        if not isinstance(x, SlicedGrad):
-            return x
-        if id(x) not in met:
-            met[id(x)] = x, x.dense()
-        return met[id(x)][1]
-
-    whole_args, whole_kwargs = tree_map(whole, args), tree_map(whole, kwargs)
-    out = func(*whole_args, **whole_kwargs)
-    for grad, full in met.values():
-        aliased = _aliased(func, args, kwargs, grad)
-        if aliased is not None and not full.is_inference():
-            grad.full = full
-            grad._viewed |= aliased == "viewed"
-    changed = {id(full): grad for grad, full in met.values()}
-    return tree_map(lambda x: changed.get(id(x), x), out)
-
-
-def _aliased(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: SlicedGrad) -> str | None:
-    """Whether ``func`` has "written" to this gradient, returned a part of it that others may write to ("viewed"), or
-    neither."""
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            if value is grad or (isinstance(value, (list, tuple)) and any(v is grad for v in value)):
-                return "written" if argument.alias_info.is_write else "viewed"
-    return None
-
-
-def _is_number(x: Any, ndim: int = 1) -> bool:
-    return not isinstance(x, Tensor) or (x.numel() == 1 and x.dim() <= ndim and not isinstance(x, SlicedGrad))
-
-
-def _alias(func: Any, grad: SlicedGrad) -> Any:
-    """The same gradient in another wrapper: what is done to one is done to both."""
-    like = (tuple(grad.shape), views.is_channels_last(grad), grad.dtype)
-    out = SlicedGrad(grad.small, like, None, None)
-    out.__dict__ = grad.__dict__
-    return out
-
-
-def _clone(func: Any, grad: SlicedGrad, *, memory_format: Any = torch.preserve_format) -> Any:
-    if grad.full is not None or memory_format is not torch.preserve_format:
-        return NotImplemented
-    out = grad._with(grad.values().clone())
-    out.empty = grad.empty
-    return out
-
-
-def _new(func: Any, grad: SlicedGrad, size: Any, stride: Any, **kwargs: Any) -> Any:
-    """What autograd copies a gradient into that somebody else holds too."""
-    wanted = (tuple(size), tuple(stride), kwargs.get("dtype") or grad.dtype, kwargs.get("device") or grad.device)
-    if grad.full is not None or wanted != (tuple(grad.shape), grad.stride(), grad.dtype, grad.device):
-        return NotImplemented
-    return grad._with(torch.empty_like(grad.small, dtype=grad.dtype))
-
-
-def _cast(func: Any, grad: SlicedGrad, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
-    elsewhere = device is not None and torch.device(device) != grad.device
-    if grad.full is not None or elsewhere or dtype is None or not dtype.is_floating_point:
-        return NotImplemented
-    return grad._with(func(grad.values(), dtype=dtype))
-
-
-def _times(func: Any, grad: Any, other: Any, *rest: Any, **kwargs: Any) -> Any:
-    """Factors that are one number leave zeros zero."""
-    if isinstance(other, SlicedGrad) and func is aten.mul.Tensor:
-        grad, other = other, grad
-    if not isinstance(grad, SlicedGrad) or grad.full is not None or not _is_number(other, grad.dim()):
-        return NotImplemented
-    if not func._schema.is_mutable:
-        return grad._with(func(grad.values(), other, *rest, **kwargs))
-    values = grad.values()
-    if grad.owned:
-        func(values, other, *rest, **kwargs)
-    else:  # into memory of its own, without copying first
-        grad.replace_(_OUT_OF_PLACE[func](values, other, *rest, **kwargs).to(grad.dtype))
-    return grad
-
-
-_OUT_OF_PLACE = {
-    aten.mul_.Tensor: aten.mul.Tensor, aten.mul_.Scalar: aten.mul.Scalar,
-    aten.div_.Tensor: aten.div.Tensor, aten.div_.Scalar: aten.div.Scalar,
-}  # fmt: skip
-
-
-def _plus(func: Any, a: Any, b: Any, *, alpha: Any = 1) -> Any:
-    if not (isinstance(a, SlicedGrad) and isinstance(b, SlicedGrad)) or b.full is not None:
-        return NotImplemented
-    if same_place(a, b):
-        if func._schema.is_mutable:
-            func(a.writable(), b.values(), alpha=alpha)
-            return a
-        return a._with(func(a.values(), b.values(), alpha=alpha))
-    if a.full is None and a.empty and a.shape == b.shape and func is aten.add_.Tensor:
-        plain = alpha == 1 and a.dtype == b.dtype
-        a._become(b, b.values() if plain else (b.values() * alpha).to(a.dtype), owned=not plain)
-        if plain:
-            b.owned = False  # both hold it now
-        return a
-    return NotImplemented
-
-
-def _overwrite(func: Any, a: Any, b: Any, *rest: Any) -> Any:
-    if not (isinstance(a, SlicedGrad) and isinstance(b, SlicedGrad) and same_place(a, b)):
-        return NotImplemented
-    func(a.writable(), b.values(), *rest)
-    return a
-
-
-def _zero(func: Any, grad: SlicedGrad) -> Any:
-    if grad._viewed:
-        return NotImplemented
-    grad.full = None
-    grad.writable().zero_()
-    grad.empty = True
-    return grad
-
-
-def _clamp(func: Any, grad: Any, low: Any = None, high: Any = None) -> Any:
-    """Limits with zero between them leave zeros zero."""
-    limits = {"min": (low, None), "max": (None, low)}.get(func._schema.name.rpartition("_")[0][-3:], (low, high))
-    if not all(_keeps_zero(*limit) for limit in zip((True, False), limits, strict=True)):
-        return NotImplemented
-    if isinstance(grad, SlicedGrad):
-        if grad.full is not None:
-            return NotImplemented
-        func(grad.writable(), *(() if low is None and high is None else (low,) if high is None else (low, high)))
-        return grad
-    return _each(func, grad, low)
-
-
-def _keeps_zero(is_lower: bool, limit: Any) -> bool:
-    return limit is None or (isinstance(limit, (int, float)) and (limit <= 0 if is_lower else limit >= 0))
-
-
-def _norm(func: Any, grad: SlicedGrad, ord: Any = 2, dim: Any = None, *rest: Any, **kwargs: Any) -> Any:
-    if grad.full is not None or dim not in (None, []) or float(ord) <= 0 or (rest and rest[0]) or kwargs.get("keepdim"):
-        return NotImplemented
-    return func(grad.values(), ord, **kwargs)
-
-
-def _each(func: Any, grads: list[Tensor], *args: Any, **kwargs: Any) -> Any:
-    """Multi-tensor operations that leave zeros zero, or norms."""
-    numbers = [x for arg in args for x in (arg if isinstance(arg, (list, tuple)) else [arg])]
-    if any(isinstance(g, SlicedGrad) and g.full is not None for g in grads) or not all(map(_is_number, numbers)):
-        return NotImplemented
-    norms = func is aten._foreach_norm.Scalar
-    if norms and args and float(args[0]) <= 0:
-        return NotImplemented
-    read: Any = SlicedGrad.values if norms else SlicedGrad.writable
-    return func([read(g) if isinstance(g, SlicedGrad) else g for g in grads], *args, **kwargs)
-
-
-def _zero_each(func: Any, grads: list[Tensor]) -> None:
-    for g in grads:
-        g.zero_()
-
-
-_ON_SLICES: dict[Any, Callable[..., Any]] = {
-    aten.detach.default: _alias,
-    aten.alias.default: _alias,
-    aten.clone.default: _clone,
-    aten._to_copy.default: _cast,
-    aten.new_empty_strided.default: _new,
-    aten.copy_.default: _overwrite,
-    aten.zero_.default: _zero,
-    aten._foreach_zero_.default: _zero_each,
-    aten.neg.default: lambda func, grad: NotImplemented if grad.full is not None else grad._with(-grad.values()),
-    aten.linalg_vector_norm.default: _norm,
-    **dict.fromkeys((aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor), _plus),
-    **dict.fromkeys(
-        (
-            aten.mul.Tensor, aten.mul_.Tensor, aten.mul.Scalar, aten.mul_.Scalar,
-            aten.div.Tensor, aten.div_.Tensor, aten.div.Scalar, aten.div_.Scalar,
-        ),
-        _times,
-    ),
-    **dict.fromkeys(
-        (
-            aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default,
-            aten._foreach_clamp_min_.Scalar, aten._foreach_clamp_max_.Scalar,
-        ),
-        _clamp,
-    ),
-    **dict.fromkeys(
-        (
-            aten._foreach_norm.Scalar,
-            aten._foreach_mul_.Scalar, aten._foreach_mul_.Tensor, aten._foreach_mul_.ScalarList,
-            aten._foreach_div_.Scalar, aten._foreach_div_.Tensor, aten._foreach_div_.ScalarList,
-            aten._amp_foreach_non_finite_check_and_unscale_.default,
-        ),
-        _each,
-    ),
-}  # fmt: skip
-"""Operations that are done on the slice alone, because what is zero stays zero (or counts nothing)."""
 
 
 # -- where they come from ----------------------------------------------------------------------------------------------
