@@ -69,9 +69,9 @@ def test_commands_are_found() -> None:
 
 def test_the_summary_in_the_readme_is_that_of_the_results() -> None:
     """It is written by hand: shorter steps by less than the rate, and no gain in accuracy over standard dropout."""
-    assert "steps become shorter, by less than the share of dropped units; accuracy is at best level with dropout" in (
-        " ".join((ROOT / "README.md").read_text().split())
-    )
+    told = " ".join((ROOT / "README.md").read_text().split())
+    assert "on the H200 steps become shorter, by less than the share of dropped units" in told
+    assert "accuracy is at best level with dropout" in told
     measured = docs.load_committed(ROOT)
     found = groups.group(measured.runs)
     sliced = [g for g in found if g.scheme == "sliceout"]
@@ -84,6 +84,7 @@ def test_the_summary_in_the_readme_is_that_of_the_results() -> None:
         assert base is not None
         got = difference(g.score("best"), base.score("best"))
         assert not (got.clear and got.value > 0), (g.config, got)
-    pairs = [(pair, pair.step.rate) for _, pair, _, _ in speedups(timing.steps(measured, found))[1] if pair]
+    speeds = speedups(timing.steps(measured, found))[1]
+    pairs = [(pair, pair.step.rate) for _, pair, _, _ in speeds if pair and "H200" in pair.step.device]
     assert pairs
     assert all(100 * (1 - rate) < pair.time < 100 for pair, rate in pairs)

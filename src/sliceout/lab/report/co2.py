@@ -250,12 +250,15 @@ def _verdicts(changes: Sequence[tuple[str, str, float]], theirs: dict[str, Any])
         if not got:
             out.append(f"Approach {number}: the paper {told} %; {NOT_MEASURED}.")
             continue
+        span = f"from {signed(min(got))} to {signed(max(got))} % over {len(got)} cases"
+        ours = span if len(got) > 1 else f"{signed(got[0])} % in 1 case"
+        if isinstance(claim["co2"], int):  # one number: of one network
+            out.append(f"Approach {number}: the paper {told} % for its network; ours {ours}.")
+            continue
         inside = sum(high <= c <= low for c in got)
         more = sum(c < high for c in got)
         out.append(
-            f"Approach {number}: the paper {told} %; ours from {signed(min(got))} to {signed(max(got))} % over "
-            f"{len(got)} case{'s' if len(got) > 1 else ''}: "
-            f"{inside} within the paper's {low} to {high} %, {more} save more, {len(got) - inside - more} save "
-            "less or nothing."
+            f"Approach {number}: the paper {told} %; ours {ours}: {inside} within the paper's {low} to {high} %, "
+            f"{more} save more, {len(got) - inside - more} save less or nothing."
         )
     return out
