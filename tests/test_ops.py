@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from conftest import cuda_only, devices
 from opcases import Case, cases, listed
 from sliceout import Slice
-from sliceout.ops import library, reference, store_, take, views
+from sliceout.ops import gather, library, reference, store_, take, views
 
 IDS = [f"{i}-{'x'.join(map(str, c.shape))}-{c.layout}" for i, c in enumerate(listed())]
 every_listed = pytest.mark.parametrize("number", range(len(IDS)), ids=IDS)
@@ -339,3 +339,15 @@ def test_the_library_declares_what_it_computes():
         "sliceout::put(Tensor small, Tensor? row_start, Tensor? col_start, int[] rows, int[] cols, Tensor? row_scale, "
         "Tensor? col_scale, SymInt[] shape, bool channels_last, ScalarType dtype) -> Tensor"
     )
+
+
+def test_eager_code_on_a_gpu_does_without_triton(monkeypatch):
+    """Slices are then taken one by one, as views."""
+
+    class OnGpu:
+        is_cuda = True
+
+    monkeypatch.setattr(gather, "has_triton", lambda: True)
+    assert gather.usable(OnGpu)
+    monkeypatch.setattr(gather, "has_triton", lambda: False)
+    assert not gather.usable(OnGpu)

@@ -13,8 +13,6 @@ Adam's bias correction counts the steps of the parameter, as its state does.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -27,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.optim.sgd import sgd
 
 from .grads import SlicedGrad
+from .ops.gather import has_triton
 from .ops.views import is_channels_last, memory_format
 
 Work = list[tuple[Tensor, SlicedGrad]]
@@ -196,7 +195,7 @@ def _scaler(optimizer: Optimizer) -> tuple[bool, Callable[[Tensor], Tensor]]:
 
 def _fused(optimizer: Optimizer, group: dict[str, Any], work: Work, names: list[str]) -> bool:
     """Update all slices in one launch, reading starts from device memory; false where there is no kernel for that."""
-    if not _on_gpu(p for p, _ in work) or not _has_triton():
+    if not _on_gpu(p for p, _ in work) or not has_triton():
         return False
     from .ops import many, tables
 
@@ -259,8 +258,3 @@ def _lay_out_alike(p: Tensor, state: dict[str, Any], names: list[str]) -> None:
     for name in names:
         if state[name].stride() != p.stride() and is_channels_last(state[name]) != is_channels_last(p):
             state[name] = state[name].contiguous(memory_format=memory_format(p))
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

@@ -13,6 +13,8 @@ pass.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -307,5 +309,11 @@ def _sliced(form: Form, starts: list[int], grad: Tensor) -> SlicedGrad:
 
 
 def usable(full: Tensor) -> bool:
-    """Where launches are what eager code waits for."""
-    return full.is_cuda
+    """Where launches are what eager code waits for, and there are kernels for it."""
+    return full.is_cuda and has_triton()
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether the kernels over many tensors can be had; eager code does without them."""
+    return importlib.util.find_spec("triton") is not None
