@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -106,14 +107,14 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 def environment(device: torch.device) -> dict[str, Any]:
     """The machine, for a record."""
     about = machine.describe(device)
+    try:
+        about["triton"] = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        about["triton"] = None
     if device.type == "cuda":
         about["gpu_memory"] = torch.cuda.get_device_properties(device).total_memory
-        try:
-            import triton
-
-            about["triton"] = triton.__version__
-        except ImportError:
-            about["triton"] = None
+        about["cuda"] = torch.version.cuda
+        about["cudnn"] = torch.backends.cudnn.version()
     return about
 
 

@@ -10,14 +10,13 @@ import io
 import json
 import os
 import re
-import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .. import LabError, machine
+from .. import LabError, results
 from .cases import Case, case_of, paper_of
 
 COLUMNS = (
@@ -86,39 +85,10 @@ def path_for(out: Path, cases: Iterable[Case], device: torch.device, name: str |
 
 
 def header(device: torch.device, command: str, revision: str | None) -> dict[str, Any]:
-    return {"machine": _machine(device), "revision": revision or git_revision(), "command": command}
-
-
-def _machine(device: torch.device) -> dict[str, Any]:
-    about = machine.describe(device)
-    about["triton"] = _version_of("triton")
-    if device.type == "cuda":
-        about["gpu_memory"] = torch.cuda.get_device_properties(device).total_memory
-        about["cuda"] = torch.version.cuda
-        about["cudnn"] = torch.backends.cudnn.version()
-    return about
-
-
-def _version_of(package: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def git_revision() -> str | None:
-    """Of the tree this package lies in, with a plus sign if it has changes; ``None`` outside of one."""
-    here = Path(__file__).parent
-    try:
-        run = [
-            subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
-            for words in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "-uno", "--", "."])
-        ]
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return run[0] + ("+" if run[1] else "")
+    """What the cases of a file have in common; a revision with a plus sign has changes."""
+    head, changed = results.revision()
+    here = head and head[:12] + ("+" if changed else "")
+    return {"machine": results.environment(device), "revision": revision or here, "command": command}
 
 
 def as_csv(rows: list[dict[str, Any]]) -> str:
