@@ -276,13 +276,12 @@ def put(pieces: list[Piece]) -> None:
 
 
 @triton.jit
-def _adam_kernel(
-    table, owner, lr, found_inf, grad_scale, less_beta1, less_beta2, log2_beta1, log2_beta2, weight_decay, eps,
-    FULL: tl.constexpr, SMALL: tl.constexpr, STATE: tl.constexpr, WIDE: tl.constexpr,
+def _gradient(
+    table, owner, found_inf, grad_scale, SMALL: tl.constexpr,
     FIELDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
-    LR_LIVES_ON_DEVICE: tl.constexpr, STEP_LIVES_ON_DEVICE: tl.constexpr, FOUND_INF: tl.constexpr,
-    GRAD_SCALE: tl.constexpr, DECOUPLED: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr,
+    FOUND_INF: tl.constexpr, GRAD_SCALE: tl.constexpr, MAXIMIZE: tl.constexpr,
 ):  # fmt: skip
+    """The row of the table, where this tile lies in the full tensors, what of it is to be updated, and its gradient."""
     d, r, e, c, k, n_rows, n_entries, rest = _tile(table, owner, FIELDS, BLOCK_R, BLOCK_C)
     row_in = r < n_rows
     col_in = e < n_entries
@@ -291,11 +290,30 @@ def _adam_kernel(
     inside = row_in[:, None] & col_in[None, :]
     rr, row_unit = _source(r, d + 11)
     cc, col_unit = _source(c, d + 15)
-    at = _mapped(d, rr, cc, k, rest)
+    grads = tl.load(d + 1).to(tl.pointer_type(SMALL)) + r.to(tl.int64)[:, None] * n_entries + e[None, :]
+    g = tl.load(grads, mask=inside, other=0).to(tl.float32)
+    g = _scaled(g, d, row_unit, col_unit, row_in, col_in)
+    if GRAD_SCALE:
+        g = g / tl.load(grad_scale)
+    if MAXIMIZE:
+        g = -g
+    return d, _mapped(d, rr, cc, k, rest), inside, g
+
+
+@triton.jit
+def _adam_kernel(
+    table, owner, lr, found_inf, grad_scale, less_beta1, less_beta2, log2_beta1, log2_beta2, weight_decay, eps,
+    FULL: tl.constexpr, SMALL: tl.constexpr, STATE: tl.constexpr, WIDE: tl.constexpr,
+    FIELDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    LR_LIVES_ON_DEVICE: tl.constexpr, STEP_LIVES_ON_DEVICE: tl.constexpr, FOUND_INF: tl.constexpr,
+    GRAD_SCALE: tl.constexpr, DECOUPLED: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr,
+):  # fmt: skip
+    d, at, inside, g = _gradient(
+        table, owner, found_inf, grad_scale, SMALL, FIELDS, BLOCK_R, BLOCK_C, FOUND_INF, GRAD_SCALE, MAXIMIZE
+    )
     params = tl.load(d).to(tl.pointer_type(FULL)) + at
     averages = tl.load(d + 2).to(tl.pointer_type(STATE)) + at
     squares = tl.load(d + 3).to(tl.pointer_type(STATE)) + at
-    grads = tl.load(d + 1).to(tl.pointer_type(SMALL)) + r.to(tl.int64)[:, None] * n_entries + e[None, :]
     if LR_LIVES_ON_DEVICE:
         lr = tl.load(lr)
     step = tl.load(d + 5)
@@ -308,12 +326,6 @@ def _adam_kernel(
     p = tl.load(params, mask=inside, other=0).to(tl.float32)
     m = tl.load(averages, mask=inside, other=0).to(tl.float32)
     v = tl.load(squares, mask=inside, other=0).to(tl.float32)
-    g = tl.load(grads, mask=inside, other=0).to(tl.float32)
-    g = _scaled(g, d, row_unit, col_unit, row_in, col_in)
-    if GRAD_SCALE:
-        g = g / tl.load(grad_scale)
-    if MAXIMIZE:
-        g = -g
     if DECOUPLED:
         p = p * (1 - lr * weight_decay)
     else:
@@ -338,26 +350,13 @@ def _sgd_kernel(
     LR_LIVES_ON_DEVICE: tl.constexpr, FOUND_INF: tl.constexpr, GRAD_SCALE: tl.constexpr,
     MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
 ):  # fmt: skip
-    d, r, e, c, k, n_rows, n_entries, rest = _tile(table, owner, FIELDS, BLOCK_R, BLOCK_C)
-    row_in = r < n_rows
-    col_in = e < n_entries
-    if FOUND_INF:  # GradScaler met an overflow: nothing is touched
-        row_in = row_in & (tl.load(found_inf + 0 * r) == 0)
-    inside = row_in[:, None] & col_in[None, :]
-    rr, row_unit = _source(r, d + 11)
-    cc, col_unit = _source(c, d + 15)
-    at = _mapped(d, rr, cc, k, rest)
+    d, at, inside, g = _gradient(
+        table, owner, found_inf, grad_scale, SMALL, FIELDS, BLOCK_R, BLOCK_C, FOUND_INF, GRAD_SCALE, MAXIMIZE
+    )
     params = tl.load(d).to(tl.pointer_type(FULL)) + at
-    grads = tl.load(d + 1).to(tl.pointer_type(SMALL)) + r.to(tl.int64)[:, None] * n_entries + e[None, :]
     if LR_LIVES_ON_DEVICE:
         lr = tl.load(lr)
     p = tl.load(params, mask=inside, other=0).to(tl.float32)
-    g = tl.load(grads, mask=inside, other=0).to(tl.float32)
-    g = _scaled(g, d, row_unit, col_unit, row_in, col_in)
-    if GRAD_SCALE:
-        g = g / tl.load(grad_scale)
-    if MAXIMIZE:
-        g = -g
     g = g + weight_decay * p
     if MOMENTUM:
         buffers = tl.load(d + 2).to(tl.pointer_type(STATE)) + at
