@@ -82,7 +82,7 @@ def optimizer_of(model: nn.Module) -> SGD:
     return SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
-def alone(name: str, off_at: int | None = None, micro: int = 1, **settings: Any) -> dict[str, Any]:
+def alone(name: str, off_at: int | None = None, dense: tuple[str, ...] = (), **settings: Any) -> dict[str, Any]:
     """The same training in one process, on the joint batch."""
     net = make(name, {**COMPACT, **settings})
     optimizer, x, seen, norms = optimizer_of(net), sample(name), [], []
@@ -91,6 +91,9 @@ def alone(name: str, off_at: int | None = None, micro: int = 1, **settings: Any)
             sliceout.off_(net)
         seen.append(starts(net))
         loss_of(net, x).backward()
+        for key in dense:
+            p = net.get_parameter(key)
+            p.grad = p.grad.dense()  # type: ignore[operator, union-attr]
         norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), 0.5)))
         optimizer.step()
         optimizer.zero_grad()
@@ -135,14 +138,14 @@ def reduced_here(model: Any, net: nn.Module) -> list[str]:
     return [name for name, p in net.named_parameters() if id(p) in held]
 
 
-def ddp_compiled(rank: int, order: str) -> dict[str, Any]:
+def ddp_compiled(rank: int, order: str, name: str) -> dict[str, Any]:
     torch._dynamo.reset()
-    net = make("mlp", COMPACT)
+    net = make(name, COMPACT)
     if order == "compile the wrapper":
         model: Any = torch.compile(DistributedDataParallel(net), backend="aot_eager")
     else:
         model = DistributedDataParallel(torch.compile(net, backend="aot_eager", fullgraph=True))
-    optimizer, x, seen, norms = optimizer_of(net), share(sample("mlp"), rank), [], []
+    optimizer, x, seen, norms = optimizer_of(net), share(sample(name), rank), [], []
     for _ in range(STEPS):
         seen.append(starts(net))
         loss_of(model, x).backward()

@@ -149,16 +149,6 @@ def trained(grads, wrap, name="mlp", steps=4, make=AdamW):
 
 
 @pytest.mark.slow
-def test_compiled_model_stays_dense_and_equals_the_dense_mode(float64):
-    torch._dynamo.reset()
-    wrap = lambda m: torch.compile(m, backend="aot_eager", fullgraph=True)  # noqa: E731
-    model = trained("compact", wrap)
-    same_parameters(model, trained("dense", wrap))
-    loss_of(wrap(model), data("mlp")).backward()
-    assert not any(kinds(model).values())
-
-
-@pytest.mark.slow
 def test_eager_model_with_a_compiled_optimizer_step(float64):
     """The compiled step sees whole gradients: it must do what the dense mode does, or what slices do; nothing else."""
     torch._dynamo.reset()

@@ -180,6 +180,8 @@ def test_opcheck_passes(number, device):
     small = torch.ops.sliceout.take(full, *case.args, case.target)
     last = case.layout == "channels_last"
     torch.library.opcheck(torch.ops.sliceout.take.default, (full.clone().requires_grad_(), *case.args, case.target))
+    leaf = torch.randn_like(small, dtype=full.dtype).requires_grad_()
+    torch.library.opcheck(torch.ops.sliceout.take_for.default, (leaf, full, *case.args, case.target))
     torch.library.opcheck(
         torch.ops.sliceout.put.default,
         (torch.randn_like(small).requires_grad_(), *case.args, case.shape, last, case.dtype),

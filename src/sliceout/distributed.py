@@ -3,7 +3,7 @@
 DDP's buckets know dense gradients only. So when DDP wraps a model, the parameters whose gradients come slice-sized are
 taken out of its list (its own ``parameters_to_ignore``, for whatever root it is given), and are averaged here: at the
 end of each backward pass, all of them in one flat all-reduce. Everything else stays with DDP. ``no_sync``, unused
-parameters and gradients that happen to be dense (after ``off_``, or from a compiled graph) mean what they mean to DDP.
+parameters and gradients that happen to be dense (after ``off_``) mean what they mean to DDP.
 
 Where it cannot be done, all parameters are left to DDP, which averages dense gradients: right as well, only larger.
 That is so if the ranks draw different slices, or in a torch whose DDP is built in another way than we know.
@@ -23,6 +23,7 @@ from torch.autograd import Variable
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from . import stand_ins
 from .grads import SlicedGrad
 
 _hook: Any = None
@@ -38,15 +39,16 @@ def watch() -> None:
 def _on_registration(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     """DDP sets ``self.module`` after it has listed the parameters, and before it does anything with them."""
     if isinstance(parent, DistributedDataParallel) and name == "module" and module is not None:
-        _take_over(parent, module)
+        stand_ins.refuse(module, _take_over(parent, module))
 
 
-def _take_over(ddp: Any, module: nn.Module) -> None:
+def _take_over(ddp: Any, module: nn.Module) -> set[Tensor]:
+    """The parameters that will be averaged here."""
     known = vars(ddp)
     if not {"parameters_to_ignore", "_module_parameters", "process_group"} <= known.keys():
-        return
+        return set()
     if known.get("_delay_all_reduce_params") or known.get("_use_python_reducer"):
-        return
+        return set()
     names: dict[nn.Parameter, list[str]] = {}
     for name, p in _compact_parameters(module):
         if name not in ddp.parameters_to_ignore:
@@ -56,12 +58,13 @@ def _take_over(ddp: Any, module: nn.Module) -> None:
     if names and not left:  # DDP insists on one
         del names[min(names, key=lambda p: p.numel())]
     if not names or not _drawn_alike(module, ddp.process_group):
-        return
+        return set()
     for p in names:
         dist.broadcast(p.detach(), group=ddp.process_group, group_src=0)
         ddp.parameters_to_ignore.update(names[p])
     ddp._module_parameters = [p for p in ddp._module_parameters if p not in names]
     ddp._slice_reduction = Reduction(ddp, list(names), ddp._module_parameters)
+    return set(names)
 
 
 def _compact_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 from torch.optim.swa_utils import update_bn
 
-from . import recipes
+from . import recipes, stand_ins
 from .convert import off_, on_
 from .draws import slices as slices_of
 
@@ -85,6 +85,7 @@ class Schedule:
                 for s, rate in self.rates.items():
                     s.rerate_(factor * rate)
                 recipes.rerated(self.model)
+                stand_ins.renew_all(self.model)
             self.factor = factor
         return factor
 

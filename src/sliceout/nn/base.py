@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import draws
+from .. import draws, stand_ins
 from ..slices import Axis, Joint, Slice
 
 
@@ -26,9 +26,16 @@ class Sliced:
     axes: dict[str, Axis]
     """The slices by role: ``in`` and ``out``, or ``unit`` for a layer that treats each unit by itself."""
 
+    _stand_ins: dict[str, tuple[Tensor, Tensor]] = {}  # noqa: RUF012 (replaced, never changed)
+    """What receives compact gradients in compiled graphs; see ``sliceout.stand_ins``."""
+
     def bind(self, axes: dict[str, Axis]) -> None:
         """Accept the slices; raises before anything is changed."""
         raise NotImplementedError
+
+    def takes(self) -> dict[str, stand_ins.Taken]:
+        """What is taken of which parameter while all slices are live, as far as its gradient may be compact."""
+        return {}
 
     @property
     def slices(self) -> list[Slice]:
@@ -44,9 +51,12 @@ class Sliced:
         for t in itertools.chain(self.parameters(), self.buffers()):  # type: ignore[attr-defined]
             for s in self.slices:
                 s.to(t.device)
-            return
+            break
+        stand_ins.renew(self)
 
     def train(self, mode: bool = True) -> Any:
+        if mode and self._stand_ins:
+            stand_ins.renew(self)  # a parameter may have got hooks
         if self.training and not mode and "out" in self.axes and not self.axes["out"].slice.family.drawn:
             draws.notice(self.axes["out"].slice.family, self.weight, forward=False)  # type: ignore[attr-defined]
         return super().train(mode)  # type: ignore[misc]
@@ -54,6 +64,11 @@ class Sliced:
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
         draws.watch(self)  # type: ignore[arg-type]
+        stand_ins.renew(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: Any = super().__getstate__()
+        return {key: value for key, value in state.items() if key != "_stand_ins"}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         from .swap import _made, _rebuild
@@ -65,7 +80,7 @@ class Sliced:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo[id(self)] = type(self).__new__(type(self))  # as parametrized layers do it, which refuse to pickle
-        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return copied
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..ops import by_views, take
 from ..slices import Axis, Joint
+from ..stand_ins import Taken
 from .base import Sliced, _attach, _autocast_dtype, _check_size
 
 
@@ -24,14 +25,25 @@ class _Mixing(Sliced):
     def _small(self, out: Axis | None, into: Axis | None, like: Tensor) -> tuple[Tensor, Tensor | None]:
         """The kept part of weight and bias, normalisation included, in the dtype the product will run in."""
         dtype = None if self.weight.dtype == torch.float64 else _autocast_dtype(like)  # autocast leaves float64 alone
+        weight, bias = self._taken(out, into)
+        stand_ins = self._stand_ins
+        small = take(
+            self.weight, weight.rows, weight.cols, scale_rows=weight.scale_rows, scale_cols=weight.scale_cols,
+            dtype=dtype, stand_in=stand_ins.get("weight"),
+        )  # fmt: skip
+        if self.bias is None:
+            return small, None
+        return small, take(self.bias, out, scale_rows=bias.scale_rows, dtype=dtype, stand_in=stand_ins.get("bias"))
+
+    def _taken(self, out: Axis | None, into: Axis | None) -> tuple[Taken, Taken]:
+        """How weight and bias are taken if these slices are live."""
         scale_out = out is not None and out.slice.fold == "producer"
         scale_in = into is not None and into.slice.fold == "consumer"
-        if self.transposed:
-            weight = take(self.weight, into, out, scale_rows=scale_in, scale_cols=scale_out, dtype=dtype)
-        else:
-            weight = take(self.weight, out, into, scale_rows=scale_out, scale_cols=scale_in, dtype=dtype)
-        bias = None if self.bias is None else take(self.bias, out, scale_rows=scale_out, dtype=dtype)
-        return weight, bias
+        weight = Taken(into, out, scale_in, scale_out) if self.transposed else Taken(out, into, scale_out, scale_in)
+        return weight, Taken(out, None, scale_out)
+
+    def takes(self) -> dict[str, Taken]:
+        return dict(zip(("weight", "bias"), self._taken(self.axes.get("out"), self.axes.get("in")), strict=True))
 
 
 class Linear(_Mixing, nn.Linear):
@@ -121,13 +133,23 @@ class _Conv(_Mixing):
             if into is None:
                 return None
             whole, groups = self.axes["out"], into.blocks * into.slice.width
-            return take(self.weight, whole), None if self.bias is None else take(self.bias, whole), groups
+            weight = take(self.weight, whole, stand_in=self._stand_ins.get("weight"))
+            bias = None if self.bias is None else take(self.bias, whole, stand_in=self._stand_ins.get("bias"))
+            return weight, bias, groups
         out = self._started()
         if out is None and into is None:
             return None
-        if into is not None and groups > 1:
-            into = into.slice.axis(inner=into.inner)  # every group holds its own columns
-        return *self._small(out, into, x), groups
+        return *self._small(out, self._columns(into), x), groups
+
+    def _columns(self, into: Axis | None) -> Axis | None:
+        """How the input's slice lies along the columns of the weight: every group holds its own."""
+        return into.slice.axis(inner=into.inner) if into is not None and self.groups > 1 else into
+
+    def takes(self) -> dict[str, Taken]:
+        out, into = self.axes.get("out"), self.axes.get("in")
+        if self.groups > 1 and _whole_groups(self.axes, self.groups):
+            return {"weight": Taken(out), "bias": Taken(out)}
+        return dict(zip(("weight", "bias"), self._taken(out, self._columns(into)), strict=True))
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self._parts(x)

@@ -99,6 +99,7 @@ def plain_(module: nn.Module) -> nn.Module:
         raise TypeError(f"{type(module).__name__} was made sliced and has no plain form to return to")
     draws.unwatch(module)
     del module.axes
+    vars(module).pop("_stand_ins", None)
     hooks: Any = module._load_state_dict_post_hooks
     for key in [k for k, hook in hooks.items() if hook is place_after_loading]:
         del hooks[key]

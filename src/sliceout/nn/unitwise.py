@@ -10,10 +10,23 @@ from torch import Tensor, nn
 
 from ..ops import store_, take, take_to_change
 from ..slices import Axis
+from ..stand_ins import Taken
 from .base import Sliced, _attach, _check_last, _check_size
 
 
-class _BatchNorm(Sliced):
+class _Unitwise(Sliced):
+    """Layers whose parameters have an entry for every unit."""
+
+    def takes(self) -> dict[str, Taken]:
+        return {name: Taken(self.axes.get("unit")) for name in self._parameters}  # type: ignore[attr-defined]
+
+    def _small(self, name: str, axis: Axis) -> Any:
+        """The kept entries of a parameter, if there is one."""
+        p = getattr(self, name)
+        return None if p is None else take(p, axis, stand_in=self._stand_ins.get(name))
+
+
+class _BatchNorm(_Unitwise):
     """Batch norm over the kept channels; the running statistics of the others stay as they are."""
 
     running_mean: Tensor | None
@@ -39,7 +52,7 @@ class _BatchNorm(Sliced):
             self.num_batches_tracked.add_(1)
         if mean is not None and var is not None:
             mean, var = take_to_change((mean, var), axis)
-        weight, bias = (None if p is None else take(p, axis) for p in (self.weight, self.bias))  # type: ignore[attr-defined]
+        weight, bias = self._small("weight", axis), self._small("bias", axis)
         y = F.batch_norm(x, mean, var, weight, bias, self.training or mean is None, momentum or 0.0, self.eps)  # type: ignore[attr-defined]
         if self.training and mean is not None and var is not None:
             store_((self.running_mean, self.running_var), (mean, var), axis)  # type: ignore[arg-type]
@@ -76,7 +89,7 @@ class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
         _attach(self, {"unit": slice})
 
 
-class GroupNorm(Sliced, nn.GroupNorm):
+class GroupNorm(_Unitwise, nn.GroupNorm):
     """``nn.GroupNorm`` over a slice of whole groups, or over the same slice inside every group."""
 
     _plain = nn.GroupNorm
@@ -100,11 +113,11 @@ class GroupNorm(Sliced, nn.GroupNorm):
         if axis is None:
             return super().forward(x)
         groups = self.num_groups if axis.blocks == self.num_groups else axis.blocks * axis.slice.width
-        weight, bias = (None if p is None else take(p, axis) for p in (self.weight, self.bias))
+        weight, bias = self._small("weight", axis), self._small("bias", axis)
         return F.group_norm(x, groups, weight, bias, self.eps)
 
 
-class LayerNorm(Sliced, nn.LayerNorm):
+class LayerNorm(_Unitwise, nn.LayerNorm):
     """``nn.LayerNorm`` over a sliced last dimension: mean and variance are those of the kept units."""
 
     _plain = nn.LayerNorm
@@ -120,11 +133,11 @@ class LayerNorm(Sliced, nn.LayerNorm):
         axis = self._arrived("unit", input.shape[-1])
         if axis is None:
             return super().forward(input)
-        weight, bias = (None if p is None else take(p, axis) for p in (self.weight, self.bias))
+        weight, bias = self._small("weight", axis), self._small("bias", axis)
         return F.layer_norm(input, (axis.width,), weight, bias, self.eps)
 
 
-class RMSNorm(Sliced, nn.RMSNorm):
+class RMSNorm(_Unitwise, nn.RMSNorm):
     """``nn.RMSNorm`` over a sliced last dimension: the mean square is that of the kept units."""
 
     _plain = nn.RMSNorm
@@ -140,10 +153,10 @@ class RMSNorm(Sliced, nn.RMSNorm):
         axis = self._arrived("unit", x.shape[-1])
         if axis is None:
             return super().forward(x)
-        return F.rms_norm(x, (axis.width,), None if self.weight is None else take(self.weight, axis), self.eps)
+        return F.rms_norm(x, (axis.width,), self._small("weight", axis), self.eps)
 
 
-class PReLU(Sliced, nn.PReLU):
+class PReLU(_Unitwise, nn.PReLU):
     """``nn.PReLU`` with one parameter per unit of a sliced dimension 1."""
 
     _plain = nn.PReLU
@@ -157,10 +170,10 @@ class PReLU(Sliced, nn.PReLU):
 
     def forward(self, input: Tensor) -> Tensor:
         axis = self._arrived("unit", input.shape[1])
-        return super().forward(input) if axis is None else F.prelu(input, take(self.weight, axis))
+        return super().forward(input) if axis is None else F.prelu(input, self._small("weight", axis))
 
 
-class LayerScale(Sliced, nn.Module):
+class LayerScale(_Unitwise, nn.Module):
     """``x * gamma``, one learned factor per unit of the last dimension; also what timm's ``LayerScale`` becomes."""
 
     _plain = nn.Module
@@ -176,7 +189,7 @@ class LayerScale(Sliced, nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         axis = self._arrived("unit", x.shape[-1])
-        gamma = self.gamma if axis is None else take(self.gamma, axis)
+        gamma = self.gamma if axis is None else self._small("gamma", axis)
         return x.mul_(gamma) if self.inplace else x * gamma
 
 

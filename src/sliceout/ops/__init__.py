@@ -59,6 +59,7 @@ def take(
     scale_rows: bool = False,
     scale_cols: bool = False,
     dtype: torch.dtype | None = None,
+    stand_in: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """The part of ``full`` that the slices ``rows`` (dimension 0) and ``cols`` (dimension 1) keep now.
 
@@ -67,6 +68,7 @@ def take(
         rows, cols: how a slice lies along the dimension; ``None`` leaves it whole.
         scale_rows, scale_cols: multiply each unit by its slice's normalisation.
         dtype: of the result; the gradient comes back in the dtype of ``full``.
+        stand_in: a parameter and what receives its compact gradient in a compiled graph (``sliceout.stand_ins``).
     """
     if rows is None and cols is None:
         return full if dtype is None else full.to(dtype)
@@ -97,11 +99,26 @@ def take(
         rows.slice.scale if rows is not None and scale_rows else None,
         cols.slice.scale if cols is not None and scale_cols else None,
     )
+    if stand_in is not None and _receives(stand_in, full, args[2], args[3]):
+        return torch.ops.sliceout.take_for(stand_in[1], full.detach(), *args, dtype)
     return torch.ops.sliceout.take(full, *args, dtype)
 
 
+def _receives(stand_in: tuple[Tensor, Tensor], full: Tensor, rows: list[int], cols: list[int]) -> bool:
+    """Whether the gradient of this take can go to the stand-in: in a compiled graph, while all slices are live."""
+    parameter, leaf = stand_in
+    return (
+        torch.compiler.is_compiling()
+        and not torch.compiler.is_exporting()
+        and parameter is full  # FSDP and functional_call put other tensors in its place
+        and full.requires_grad
+        and torch.is_grad_enabled()
+        and list(leaf.shape) == views.small_shape(full.shape, rows, cols)
+    )
+
+
 def _wants_compact(full: Tensor, rows: Axis | None, cols: Axis | None) -> bool:
-    """Whether the gradient comes back slice-sized; a compiled graph knows dense gradients only."""
+    """Whether the gradient comes back slice-sized; compiled graphs go about it in another way (``stand_in``)."""
     return (
         all(a is None or a.slice.grads == "compact" for a in (rows, cols))
         and full.is_leaf

@@ -2,6 +2,7 @@
 
 ========================  =============================================================================
 ``take(full) -> small``   the kept rows and columns, scaled, in the wanted dtype
+``take_for(leaf, full)``  the same, but the gradient goes to ``leaf``, which has the shape of ``small``
 ``put(small) -> full``    its adjoint: zeros where nothing is kept (without the zero-fill pass)
 ``store_(full!, small)``  writes the kept entries of a vector in place (batch-norm statistics)
 ========================  =============================================================================
@@ -21,6 +22,7 @@ from . import reference, views
 _library = torch.library.Library("sliceout", "DEF")
 _SLICE = "Tensor? row_start, Tensor? col_start, int[] rows, int[] cols, Tensor? row_scale, Tensor? col_scale"
 _library.define(f"take(Tensor full, {_SLICE}, ScalarType? dtype) -> Tensor")
+_library.define(f"take_for(Tensor stand_in, Tensor full, {_SLICE}, ScalarType? dtype) -> Tensor")
 _library.define(f"put(Tensor small, {_SLICE}, SymInt[] shape, bool channels_last, ScalarType dtype) -> Tensor")
 _library.define("store_(Tensor(a!) full, Tensor small, Tensor start, int[] rows) -> ()")
 
@@ -90,6 +92,8 @@ def _store_cuda(full: Tensor, small: Tensor, start: Tensor, rows: list[int]) -> 
 
 _library.impl("take", _take_cpu, "CPU")
 _library.impl("take", _take_cuda, "CUDA")
+_library.impl("take_for", lambda _, *args: _take_cpu(*args), "CPU")
+_library.impl("take_for", lambda _, *args: _take_cuda(*args), "CUDA")
 _library.impl("put", _put_cpu, "CPU")
 _library.impl("put", _put_cuda, "CUDA")
 _library.impl("store_", _store_cpu, "CPU")
@@ -98,6 +102,11 @@ _library.impl("store_", _store_cuda, "CUDA")
 
 @torch.library.register_fake("sliceout::take", lib=_library)
 def _take_fake(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype):  # type: ignore[no-untyped-def]
+    return views.empty_small(full, rows, cols, dtype)
+
+
+@torch.library.register_fake("sliceout::take_for", lib=_library)
+def _take_for_fake(stand_in, full, row_start, col_start, rows, cols, row_scale, col_scale, dtype):  # type: ignore[no-untyped-def]
     return views.empty_small(full, rows, cols, dtype)
 
 
@@ -126,6 +135,21 @@ def _take_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return full, None, None, None, None, None, None, None
 
 
+def _take_for_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    stand_in, _, row_start, col_start, *_ = inputs
+    ctx.dtype = stand_in.dtype
+    ctx.save_for_backward(row_start, col_start)
+
+
+def _take_for_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """As it is: whoever receives it knows the scales."""
+    grad = grad.to(ctx.dtype)
+    for start in ctx.saved_tensors:  # looked at, so that a draw between forward and backward raises
+        if start is not None:
+            grad = torch.where(start[0] >= 0, grad, torch.nan)
+    return grad, *[None] * 8
+
+
 def _put_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     small, row_start, col_start, ctx.rows, ctx.cols, row_scale, col_scale, *_ = inputs
     ctx.dtype = small.dtype
@@ -139,4 +163,5 @@ def _put_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 torch.library.register_autograd("sliceout::take", _take_backward, setup_context=_take_context, lib=_library)
+torch.library.register_autograd("sliceout::take_for", _take_for_backward, setup_context=_take_for_context, lib=_library)
 torch.library.register_autograd("sliceout::put", _put_backward, setup_context=_put_context, lib=_library)

@@ -1,0 +1,144 @@
+"""Compact gradients out of compiled graphs.
+
+A compiled graph returns a gradient of the shape of each input: a dense one for a parameter. So it is given one more
+input for every sliced parameter: a *stand-in* of the size of the slice. Nothing is ever read from it, and all of them
+share one piece of memory; it is there to be differentiated for. What arrives at it is handed on to the parameter as a
+:class:`~sliceout.grads.SlicedGrad`, as if it had come through eager code: hooks run, and gradients add up.
+
+The parameter itself remains an input of the graph, one without a gradient; autograd tells its hooks so, with a ``None``
+that few expect. A parameter that has hooks of its own is therefore not stood for: its gradient is dense.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .grads import Place, SlicedGrad, _factors, _strides
+from .ops import reference, views
+from .slices import Axis
+
+
+class Taken(NamedTuple):
+    """What a layer takes of a parameter while all of its slices are live: the arguments of ``ops.take``."""
+
+    rows: Axis | None
+    cols: Axis | None = None
+    scale_rows: bool = False
+    scale_cols: bool = False
+
+    @property
+    def compact(self) -> bool:
+        """Whether gradients come back slice-sized: what all its slices must want, and none may be a table or fused."""
+        axes = [a for a in (self.rows, self.cols) if a is not None]
+        return bool(axes) and all(
+            not hasattr(a, "parts") and a.slice.grads == "compact" and not reference.is_table(a.slice.start)
+            for a in axes
+        )
+
+
+def renew(layer: Any) -> None:
+    """Make what is missing of the stand-ins of a layer: its parameters, their device or the widths may have changed."""
+    before, made = layer._stand_ins, {}
+    for name, taken in layer.takes().items():
+        p = layer._parameters.get(name)
+        if p is not None and taken.compact and _may_be_stood_for(p):
+            kept = before.get(name)
+            fits = kept is not None and kept[0] is p and _fits(kept[1], p, taken)
+            made[name] = kept if fits else (p, _make(layer, name, p, taken))
+    if made.keys() != before.keys() or any(made[name] is not before[name] for name in made):
+        layer._stand_ins = made
+
+
+def renew_all(model: nn.Module) -> None:
+    """:func:`renew` for all layers of a model, after a change of rates."""
+    for layer in model.modules():
+        if hasattr(layer, "_stand_ins"):
+            renew(layer)
+
+
+def _may_be_stood_for(p: Tensor) -> bool:
+    plain = type(p) is nn.Parameter and p.is_floating_point() and not p.is_meta
+    watched = p._backward_hooks or not all(is_ours(h) for h in (p._post_accumulate_grad_hooks or {}).values())
+    return plain and not watched and p not in _refused
+
+
+def is_ours(hook: Any) -> bool:
+    """Whether a hook is this library's own, which may be called once too often (``distributed``)."""
+    return str(getattr(hook, "func", hook).__module__).startswith(f"{__package__}.")
+
+
+_refused: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def refuse(model: nn.Module, allowed: set[Tensor]) -> None:
+    """No stand-ins for any other parameter: somebody waits for its gradient where autograd would put it."""
+    for layer in model.modules():
+        for name in getattr(layer, "_stand_ins", {}):
+            p = layer._parameters[name]
+            if p is not None and p not in allowed:
+                _refused[p] = True
+    renew_all(model)
+
+
+def _shape(p: Tensor, taken: Taken) -> list[int]:
+    return views.small_shape(p.shape, *([] if a is None else a.geometry for a in (taken.rows, taken.cols)))
+
+
+def _fits(leaf: Tensor, p: Tensor, taken: Taken) -> bool:
+    shape = _shape(p, taken)
+    strides = _strides(tuple(shape), views.is_channels_last(p))
+    return (list(leaf.shape), leaf.stride(), leaf.dtype, leaf.device) == (shape, strides, p.dtype, p.device)
+
+
+def _make(layer: Any, name: str, p: Tensor, taken: Taken) -> Tensor:
+    shape = _shape(p, taken)
+    strides = _strides(tuple(shape), views.is_channels_last(p))  # as the gradient will lie, or autograd would copy it
+    leaf = _ground(p, torch.Size(shape).numel()).as_strided(shape, strides).requires_grad_()
+    leaf.register_post_accumulate_grad_hook(functools.partial(_arrive, weakref.ref(layer), name))
+    if leaf.is_cuda:
+        torch._dynamo.mark_static_address(leaf, guard=False)  # CUDA graphs need not copy it in
+    return leaf
+
+
+_grounds: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+
+def _ground(p: Tensor, entries: int) -> Tensor:
+    """Memory for a stand-in to lie on: the same for all, since nobody reads or writes it."""
+    key = p.device, p.dtype
+    if key not in _grounds or len(_grounds[key]) < entries:
+        _grounds[key] = torch.empty(entries, dtype=p.dtype, device=p.device)
+    return _grounds[key]
+
+
+def _arrive(layer: weakref.ref[Any], name: str, leaf: Tensor) -> None:
+    """Hand the gradient of a stand-in on to the parameter it stands for."""
+    grad, leaf.grad = leaf.grad, None
+    live = layer()
+    if live is None or grad is None:
+        return
+    p, taken = live._parameters[name], live.takes()[name]
+    rows, cols = taken.rows, taken.cols
+    factors = _factors(rows, cols, {"scale_rows": taken.scale_rows, "scale_cols": taken.scale_cols})
+    like = tuple(p.shape), views.is_channels_last(p), p.dtype
+    _accumulate(p, SlicedGrad(grad, like, Place.now(rows), Place.now(cols), *factors, True))
+
+
+@torch.no_grad()
+def _accumulate(p: Tensor, grad: Tensor) -> None:
+    """What autograd does with the gradient of a leaf."""
+    for hook in (p._backward_hooks or {}).values():
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    if p.grad is None:
+        p.grad = grad
+    else:
+        p.grad.add_(grad)
+    for hook in (p._post_accumulate_grad_hooks or {}).values():
+        hook(p)
