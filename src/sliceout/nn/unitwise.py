@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import store_, take, take_to_change
+from ..ops import one_launch, store_, take, take_pair, take_to_change
 from ..slices import Axis
 from .base import Sliced, _attach, _check_last, _check_size
 
@@ -30,16 +30,24 @@ class _BatchNorm(Sliced):
             return super().forward(x)  # type: ignore[misc]
         self._check_input_dim(x)  # type: ignore[attr-defined]
         mean, var, momentum = self.running_mean, self.running_var, self.momentum
+        if self.training and self.num_batches_tracked is not None and momentum is None:
+            raise ValueError(
+                "momentum=None (a cumulative average) needs every channel in every batch: "
+                "call sliceout.off_(model) before you re-estimate batch-norm statistics"
+            )
+        weight, bias = take_pair(self.weight, self.bias, axis)  # type: ignore[attr-defined]
+        if self.training and mean is not None and var is not None and one_launch(axis):
+            # What is 0 and has momentum 1 becomes the statistics of the batch, so none are taken. Inductor would write
+            # means and variances in a kernel each, as they share too little to be fused, and the count in a third.
+            batch = mean.new_zeros(axis.width), var.new_zeros(axis.width)
+            y = F.batch_norm(x, *batch, weight, bias, True, 1.0, self.eps)  # type: ignore[attr-defined]
+            count, where = self.num_batches_tracked, (axis.slice.start, axis.geometry)
+            torch.ops.sliceout.update_statistics_(mean, var, count, *batch, *where, momentum or 0.0)
+            return y
         if self.training and self.num_batches_tracked is not None:
-            if momentum is None:
-                raise ValueError(
-                    "momentum=None (a cumulative average) needs every channel in every batch: "
-                    "call sliceout.off_(model) before you re-estimate batch-norm statistics"
-                )
             self.num_batches_tracked.add_(1)
         if mean is not None and var is not None:
             mean, var = take_to_change((mean, var), axis)
-        weight, bias = (None if p is None else take(p, axis) for p in (self.weight, self.bias))  # type: ignore[attr-defined]
         y = F.batch_norm(x, mean, var, weight, bias, self.training or mean is None, momentum or 0.0, self.eps)  # type: ignore[attr-defined]
         if self.training and mean is not None and var is not None:
             store_((self.running_mean, self.running_var), (mean, var), axis)  # type: ignore[arg-type]
@@ -100,7 +108,7 @@ class GroupNorm(Sliced, nn.GroupNorm):
         if axis is None:
             return super().forward(x)
         groups = self.num_groups if axis.blocks == self.num_groups else axis.blocks * axis.slice.width
-        weight, bias = (None if p is None else take(p, axis) for p in (self.weight, self.bias))
+        weight, bias = take_pair(self.weight, self.bias, axis)
         return F.group_norm(x, groups, weight, bias, self.eps)
 
 
@@ -120,7 +128,7 @@ class LayerNorm(Sliced, nn.LayerNorm):
         axis = self._arrived("unit", input.shape[-1])
         if axis is None:
             return super().forward(input)
-        weight, bias = (None if p is None else take(p, axis) for p in (self.weight, self.bias))
+        weight, bias = take_pair(self.weight, self.bias, axis)
         return F.layer_norm(input, (axis.width,), weight, bias, self.eps)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from . import gather, library, reference, views
 if TYPE_CHECKING:
     from ..slices import Axis, Joint
 
-__all__ = ["by_views", "library", "store_", "take", "take_to_change", "without_views"]
+__all__ = ["by_views", "library", "one_launch", "store_", "take", "take_pair", "take_to_change", "without_views"]
 
 
 _views = True
@@ -122,13 +122,29 @@ def _take_parts(full: Tensor, rows: Any, cols: Any, **settings: Any) -> Tensor:
     return torch.cat(taken, dim)
 
 
-def take_to_change(fulls: Sequence[Tensor], rows: Axis | Joint) -> tuple[Tensor, ...]:
+def take_pair(first: Tensor | None, second: Tensor | None, rows: Axis | Joint) -> tuple[Tensor | None, Tensor | None]:
+    """:func:`take` of two vectors, such as weight and bias, if there are two: in a compiled graph in one launch."""
+    if first is not None and second is not None and one_launch(rows) and first.shape == second.shape == (rows.size,):
+        return torch.ops.sliceout.take_pair(first, second, rows.slice.start, rows.geometry)  # type: ignore[no-any-return]
+    one, other = (None if full is None else take(full, rows) for full in (first, second))
+    return one, other
+
+
+def one_launch(rows: Axis | Joint) -> TypeGuard[Axis]:
+    """Whether the ops over several vectors along ``rows`` are called: in compiled graphs, if it is but one slice.
+
+    Eager code has its own ways (views, ``gather``), and a trace is to see each take by itself.
+    """
+    return torch.compiler.is_compiling() and not hasattr(rows, "parts")
+
+
+def take_to_change(fulls: tuple[Tensor, Tensor], rows: Axis | Joint) -> tuple[Tensor, Tensor]:
     """:func:`take` of vectors that get no gradient and will be written to: in eager code, where it can be, in place."""
     if not hasattr(rows, "parts") and not reference.is_table(rows.slice.start) and by_views(fulls[0]):
         cut = rows.slice.start_on_host, rows.geometry
         if views.is_one_rectangle(cut, views.WHOLE):
-            return tuple(views.take(full, cut, views.WHOLE) for full in fulls)
-    return tuple(take(full, rows) for full in fulls)
+            return views.take(fulls[0], cut, views.WHOLE), views.take(fulls[1], cut, views.WHOLE)
+    return take_pair(*fulls, rows)  # type: ignore[return-value]
 
 
 def store_(fulls: Sequence[Tensor], smalls: Sequence[Tensor], rows: Axis | Joint) -> None:

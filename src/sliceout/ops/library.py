@@ -1,10 +1,14 @@
 """``sliceout::take`` and friends: the registered ops that compiled and captured steps call.
 
-========================  =============================================================================
-``take(full) -> small``   the kept rows and columns, scaled, in the wanted dtype
-``put(small) -> full``    its adjoint: zeros where nothing is kept (without the zero-fill pass)
-``store_(full!, small)``  writes the kept entries of a vector in place (batch-norm statistics)
-========================  =============================================================================
+==========================  ===========================================================================
+``take(full) -> small``     the kept rows and columns, scaled, in the wanted dtype
+``put(small) -> full``      its adjoint: zeros where nothing is kept (without the zero-fill pass)
+``store_(full!, small)``    writes the kept entries of a vector in place (batch-norm statistics)
+``take_pair``, ``put_pair`` take and put of two vectors along one slice (weight and bias of a norm)
+``update_statistics_``      all that a training batch norm writes: means, variances, the count of batches
+==========================  ===========================================================================
+
+A vector is taken in less time than its kernel takes to start, so what belongs together is done in one launch.
 
 Starts are tensors: no op ever looks at their value on the host, except the CPU kernels, where that costs nothing.
 """
@@ -23,6 +27,12 @@ _SLICE = "Tensor? row_start, Tensor? col_start, int[] rows, int[] cols, Tensor? 
 _library.define(f"take(Tensor full, {_SLICE}, ScalarType? dtype) -> Tensor")
 _library.define(f"put(Tensor small, {_SLICE}, SymInt[] shape, bool channels_last, ScalarType dtype) -> Tensor")
 _library.define("store_(Tensor(a!) full, Tensor small, Tensor start, int[] rows) -> ()")
+for _name in ("take_pair", "put_pair"):
+    _library.define(f"{_name}(Tensor first, Tensor second, Tensor start, int[] rows) -> (Tensor, Tensor)")
+_library.define(
+    "update_statistics_(Tensor(a!) mean, Tensor(b!) var, Tensor(c!)? batches, Tensor batch_mean, Tensor batch_var, "
+    "Tensor start, int[] rows, float momentum) -> ()"
+)
 
 
 def _cut(start: Tensor | None, geometry: list[int]) -> views.Cut:
@@ -53,6 +63,33 @@ def _store_cpu(full: Tensor, small: Tensor, start: Tensor, rows: list[int]) -> N
         full.copy_(reference.store(full, small, start, rows))
     else:
         views.put_(full, small, _cut(start, rows))
+
+
+def _take_pair_cpu(first: Tensor, second: Tensor, start: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
+    one, other = (_take_cpu(full, start, None, rows, [], None, None, None) for full in (first, second))
+    return one, other
+
+
+def _put_pair_cpu(first: Tensor, second: Tensor, start: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
+    shape = _full_shape(rows)
+    one, other = (
+        _put_cpu(small, start, None, rows, [], None, None, shape, False, small.dtype) for small in (first, second)
+    )
+    return one, other
+
+
+def _update_statistics_cpu(mean, var, batches, batch_mean, batch_var, start, rows, momentum):  # type: ignore[no-untyped-def]
+    for full, batch in ((mean, batch_mean), (var, batch_var)):
+        wide = torch.promote_types(full.dtype, torch.float32)
+        old = _take_cpu(full, start, None, rows, [], None, None, wide)
+        _store_cpu(full, old * (1 - momentum) + batch.to(wide) * momentum, start, rows)
+    if batches is not None:
+        batches.add_(1)
+
+
+def _full_shape(rows: list[int]) -> list[int]:
+    size, _, blocks, inner = rows
+    return [size * blocks * inner]
 
 
 def _scaled(small, row_start, col_start, rows, cols, row_scale, col_scale):  # type: ignore[no-untyped-def]
@@ -88,12 +125,36 @@ def _store_cuda(full: Tensor, small: Tensor, start: Tensor, rows: list[int]) -> 
     kernels.store_(full, small, start, rows)
 
 
+def _take_pair_cuda(first: Tensor, second: Tensor, start: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
+    from . import kernels
+
+    return kernels.copy_pair((first, second), _take_pair_fake(first, second, start, rows), start, rows, put=False)
+
+
+def _put_pair_cuda(first: Tensor, second: Tensor, start: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
+    from . import kernels
+
+    return kernels.copy_pair((first, second), _put_pair_fake(first, second, start, rows), start, rows, put=True)
+
+
+def _update_statistics_cuda(mean, var, batches, batch_mean, batch_var, start, rows, momentum):  # type: ignore[no-untyped-def]
+    from . import kernels
+
+    kernels.update_statistics_(mean, var, batches, batch_mean, batch_var, start, rows, momentum)
+
+
 _library.impl("take", _take_cpu, "CPU")
 _library.impl("take", _take_cuda, "CUDA")
 _library.impl("put", _put_cpu, "CPU")
 _library.impl("put", _put_cuda, "CUDA")
 _library.impl("store_", _store_cpu, "CPU")
 _library.impl("store_", _store_cuda, "CUDA")
+_library.impl("take_pair", _take_pair_cpu, "CPU")
+_library.impl("take_pair", _take_pair_cuda, "CUDA")
+_library.impl("put_pair", _put_pair_cpu, "CPU")
+_library.impl("put_pair", _put_pair_cuda, "CUDA")
+_library.impl("update_statistics_", _update_statistics_cpu, "CPU")
+_library.impl("update_statistics_", _update_statistics_cuda, "CUDA")
 
 
 @torch.library.register_fake("sliceout::take", lib=_library)
@@ -108,6 +169,22 @@ def _put_fake(small, row_start, col_start, rows, cols, row_scale, col_scale, sha
 
 @torch.library.register_fake("sliceout::store_", lib=_library)
 def _store_fake(full: Tensor, small: Tensor, start: Tensor, rows: list[int]) -> None:
+    return None
+
+
+@torch.library.register_fake("sliceout::take_pair", lib=_library)
+def _take_pair_fake(first: Tensor, second: Tensor, start: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
+    return views.empty_small(first, rows, []), views.empty_small(second, rows, [])
+
+
+@torch.library.register_fake("sliceout::put_pair", lib=_library)
+def _put_pair_fake(first: Tensor, second: Tensor, start: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
+    shape = _full_shape(rows)
+    return _empty_full(first, shape, False, first.dtype), _empty_full(second, shape, False, second.dtype)
+
+
+@torch.library.register_fake("sliceout::update_statistics_", lib=_library)
+def _update_statistics_fake(mean, var, batches, batch_mean, batch_var, start, rows, momentum):  # type: ignore[no-untyped-def]
     return None
 
 
@@ -140,3 +217,31 @@ def _put_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 torch.library.register_autograd("sliceout::take", _take_backward, setup_context=_take_context, lib=_library)
 torch.library.register_autograd("sliceout::put", _put_backward, setup_context=_put_context, lib=_library)
+
+
+def _pair_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, _, start, ctx.rows = inputs
+    ctx.save_for_backward(start)
+    ctx.set_materialize_grads(False)
+
+
+def _pair_backward(ctx: Any, adjoint: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    (start,) = ctx.saved_tensors
+    wanted = [g if needed else None for g, needed in zip(grads, ctx.needs_input_grad, strict=False)]
+    given = [g for g in wanted if g is not None]
+    if not given:
+        return None, None, None, None
+    both = adjoint(given[0], given[-1], start, ctx.rows)  # where one is frozen, the other stands in for it
+    return *(full if g is not None else None for g, full in zip(wanted, both, strict=True)), None, None
+
+
+def _take_pair_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    return _pair_backward(ctx, torch.ops.sliceout.put_pair, grads)
+
+
+def _put_pair_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    return _pair_backward(ctx, torch.ops.sliceout.take_pair, grads)
+
+
+for _name, _backward in (("take_pair", _take_pair_backward), ("put_pair", _put_pair_backward)):
+    torch.library.register_autograd(f"sliceout::{_name}", _backward, setup_context=_pair_context, lib=_library)
