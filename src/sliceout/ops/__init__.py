@@ -9,7 +9,8 @@ implementation, is answered here:
 
 In a compiled graph the op stands by itself although Inductor could melt ``reference`` into its neighbours: the index
 arithmetic then runs once per activation instead of once per parameter, and the step was slower for it
-(``results/h200-wrn-28-10.md``, call 1).
+(``results/h200-wrn-28-10.md``, call 1). Of vectors it is the launches that cost, so there those of one layer share one
+(:func:`one_launch`).
 """
 
 from __future__ import annotations
