@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from opcases import Case, cases, listed
+from opcases import Case, Statistics, cases, listed, pairs, statistics
 from sliceout import Slice, draw_, nn, optim, slices
 from sliceout.ops import gather, kernels, many, reference, views
 
@@ -68,6 +68,50 @@ def test_store_replaces_the_kept_entries_and_no_others(case):
     full = before.clone()
     kernels.store_(full, small, axis.slice.start, axis.geometry)
     assert torch.equal(full, reference.store(before, small, axis.slice.start, axis.geometry))
+
+
+@settings(max_examples=40)
+@given(pair=pairs())
+def test_pairs_are_copied_as_one_by_one(pair):
+    torch.manual_seed(0)
+    axis = pair[0].to(DEVICE).rows
+    where = axis.slice.start, axis.geometry
+    fulls = [c.full(DEVICE) for c in pair]
+    empty = tuple(torch.full((axis.width,), torch.nan, dtype=c.dtype, device=DEVICE) for c in pair)
+    smalls = kernels.copy_pair(tuple(fulls), empty, *where, put=False)
+    grads = [torch.randn(axis.width, dtype=torch.float64).to(c.dtype).to(DEVICE) for c in pair]
+    grads[1] = grads[1][:1].expand(axis.width)  # as the gradient of a sum arrives
+    empty = tuple(torch.full((axis.size,), torch.nan, dtype=c.dtype, device=DEVICE) for c in pair)
+    backs = kernels.copy_pair(tuple(grads), empty, *where, put=True)
+    for case, full, small, grad, back in zip(pair, fulls, smalls, grads, backs, strict=True):
+        case.check_small(small, full, "kernels.copy_pair")
+        case.check_full(back, grad, "kernels.copy_pair, put")
+
+
+def test_pairs_of_more_than_one_tile():
+    s = Slice(3000, 0.3)
+    for start in (0, 1800, 2999):
+        s.start.fill_(start)
+        s.start_on_host = start
+        case = Case((3000,), s.axis(), None).to(DEVICE)
+        fulls = case.full(DEVICE), case.full(DEVICE)
+        where = s.start, case.rows.geometry
+        empty = tuple(torch.full((s.width,), torch.nan, dtype=torch.float64, device=DEVICE) for _ in range(2))
+        smalls = kernels.copy_pair(fulls, empty, *where, put=False)
+        backs = kernels.copy_pair(smalls, tuple(torch.full_like(f, torch.nan) for f in fulls), *where, put=True)
+        for full, small, back in zip(fulls, smalls, backs, strict=True):
+            case.check_small(small, full, f"start {start}")
+            case.check_full(back, small, f"start {start}")
+        Statistics(case, 0.1, True).check(kernels.update_statistics_, DEVICE)
+
+
+@settings(max_examples=40)
+@given(case=statistics())
+def test_statistics_follow_the_batch_and_others_stay(case):
+    torch.manual_seed(0)
+    if DEVICE == "cpu" and case.case.dtype == bf16:  # the interpreter truncates where the GPU rounds
+        case.case.dtype = torch.float32
+    case.check(kernels.update_statistics_, DEVICE)
 
 
 def test_every_start_of_a_ring_lands_where_it_should():

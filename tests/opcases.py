@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -172,6 +173,50 @@ def cases(draw, dtypes=((torch.float64, None), (torch.float32, None), (torch.flo
         dtype,
         target,
     )
+
+
+VECTOR_DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+@st.composite
+def pairs(draw):
+    """Two vectors along one axis, each in its own dtype."""
+    axis = draw(axes())
+    return tuple(Case((axis.size,), axis, None, dtype=draw(st.sampled_from(VECTOR_DTYPES))) for _ in range(2))
+
+
+@dataclass
+class Statistics:
+    """What a batch norm has learned, what a batch says, and by how much the one follows the other."""
+
+    case: Case  # its dtype is that of all vectors
+    momentum: float
+    counted: bool
+
+    def check(self, update: Callable[..., None], device: str, coarse: bool = False) -> None:
+        """Every kept entry follows, no other entry changes, and the batch is counted once."""
+        axis = self.case.to(device).rows
+        before = [self.case.full(device, coarse) for _ in range(2)]
+        batch = [t[: axis.width].clone() for t in (self.case.full(device, coarse) for _ in range(2))]
+        after, count = [t.clone() for t in before], torch.tensor(7, device=device) if self.counted else None
+        update(*after, count, *batch, axis.slice.start, axis.geometry, self.momentum)
+        for old, new, seen in zip(before, after, batch, strict=True):
+            expected = old.cpu().double()
+            expected[axis.kept.cpu()] *= 1 - self.momentum
+            expected[axis.kept.cpu()] += self.momentum * seen.cpu().double()
+            eps = torch.finfo(self.case.dtype).eps
+            torch.testing.assert_close(new.cpu().double(), expected, rtol=2 * eps, atol=2 * eps)
+            others = torch.ones(axis.size, dtype=torch.bool)
+            others[axis.kept.cpu()] = False
+            assert torch.equal(new.cpu()[others], old.cpu()[others])
+        assert count is None or int(count) == 8
+
+
+@st.composite
+def statistics(draw):
+    axis = draw(axes())
+    case = Case((axis.size,), axis, None, dtype=draw(st.sampled_from(VECTOR_DTYPES)))
+    return Statistics(case, draw(st.sampled_from([0.0, 0.1, 0.3, 1.0])), draw(st.booleans()))
 
 
 def _at(start: int, axis: Axis) -> Axis:

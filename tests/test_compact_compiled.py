@@ -95,6 +95,21 @@ def test_no_gradient_of_full_size_is_made(float64):
         assert (tuple(model[2].weight.shape) in shapes) is expected
 
 
+def test_the_vectors_of_a_norm_come_in_one_launch(float64):
+    from torch._dynamo.backends.common import aot_autograd
+
+    ops: list[str] = []
+
+    def note(graph, inputs):
+        ops.extend(str(n.target) for n in graph.graph.nodes if "sliceout" in str(n.target))
+        return graph
+
+    model = build("convnet", grads="compact")
+    loss_of(compiled(model, aot_autograd(fw_compiler=note, bw_compiler=note)), data("convnet")).backward()
+    counts = {name: sum(f"sliceout.{name}." in op for op in ops) for name in ("take_for", "take_pair_for", "put")}
+    assert counts == {"take_for": 5, "take_pair_for": 2, "put": 0}
+
+
 def test_gradients_add_up_and_hooks_run(float64):
     """Parameters with hooks get dense gradients."""
     model, eager = pair()

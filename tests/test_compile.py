@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import re
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 import sliceout
+from conftest import devices
 from networks import (
     ALL,
     CONVERTED,
@@ -28,6 +35,8 @@ from networks import (
     step_of,
     train_step,
 )
+from sliceout import Slice
+from sliceout import nn as snn
 
 BF16 = 2.0**-8  # half a unit in the last place, relative
 
@@ -135,6 +144,72 @@ def test_training_forward_without_gradients(name, float64):
             sliceout.draw_(model)
             sliceout.draw_(twin)
     assert graphs() == 1
+
+
+# -- how many launches -------------------------------------------------------------------------------------------------
+
+
+def ops_called(model: nn.Module, x: Tensor) -> Counter[str]:
+    """What the graphs of a training step call, forward and backward, by name."""
+    seen = Counter[str]()
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        for node in graph.graph.nodes:
+            if node.op == "call_function":
+                hidden = node.target is torch.ops.higher_order.auto_functionalized_v2
+                seen[str(node.args[0] if hidden else node.target).removesuffix(".default")] += 1
+        return make_boxed_func(graph.forward)
+
+    backend: Any = aot_autograd(fw_compiler=count, bw_compiler=count)
+    loss_of(compiled(model, backend), x).backward()
+    return seen
+
+
+def test_a_norm_is_taken_put_back_and_written_in_one_launch_each():
+    a, b = Slice(8), Slice(8)
+    model = nn.Sequential(
+        snn.Conv2d(3, 8, 1, out_slice=a, bias=False),
+        snn.BatchNorm2d(8, slice=a),
+        snn.GroupNorm(8, 8, slice=a),
+        nn.Flatten(),
+        snn.Linear(8, 8, in_slice=a, out_slice=b, bias=False),
+        snn.LayerNorm(8, slice=b),
+    )
+    called = ops_called(model, torch.randn(4, 3, 1, 1))
+    assert {name: n for name, n in called.items() if name.startswith("sliceout.")} == {
+        "sliceout.take": 2,  # the weights of convolution and linear layer
+        "sliceout.put": 2,
+        "sliceout.take_pair": 3,
+        "sliceout.put_pair": 3,
+        "sliceout.update_statistics_": 1,
+    }
+    assert not called.keys() & {"aten.add.Tensor", "aten.copy_", "aten.index_select", "aten.where.self"}
+
+
+def test_a_frozen_batch_norm_takes_its_statistics_in_one_launch():
+    s = Slice(8)
+    norm = snn.BatchNorm1d(8, slice=s).eval()
+    called = ops_called(nn.Sequential(snn.Linear(3, 8, out_slice=s, bias=False), norm), torch.randn(4, 3))
+    ours = {name: n for name, n in called.items() if name.startswith("sliceout.")}
+    assert ours == {"sliceout.take": 1, "sliceout.put": 1, "sliceout.take_pair": 2, "sliceout.put_pair": 1}
+
+
+@devices
+@pytest.mark.slow
+def test_inductor_lets_statistics_be_written_where_they_lie(device):
+    """The functional form of the op would copy its vectors first; Inductor must have seen that it need not."""
+    s = Slice(64)
+    layers = snn.Conv2d(3, 64, 3, out_slice=s, bias=False), snn.BatchNorm2d(64, slice=s), nn.ReLU()
+    model, x = nn.Sequential(*layers).to(device), torch.randn(4, 3, 8, 8, device=device)
+    fast = compiled(model, "inductor")
+    _, (code, *_) = run_and_get_code(lambda: loss_of(fast, x).backward())
+    (arguments,) = re.findall(r"ops\.sliceout\.update_statistics_\.default\((.*)\)", code)
+    mean, var, count, *_ = arguments.split(", ")
+    assert all(name.startswith("primals_") for name in (mean, var, count)), arguments
+    others = [line for line in code.splitlines() if re.search(rf"\w\(.*\b({mean}|{var}|{count})\b", line)]
+    assert [line for line in others if "assert_size_stride" not in line and "rand_strided" not in line] == [
+        line for line in others if "update_statistics_" in line
+    ]
 
 
 # -- what may cost one more graph --------------------------------------------------------------------------------------

@@ -9,13 +9,16 @@ import copy
 import io
 import itertools
 import os
+import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
 from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
@@ -301,6 +304,36 @@ def test_training_step_does_not_synchronise(name, optimizer, way):
         train(5)
     assert step_of(model) == 10
     assert starts(model) == starts_due(model, 10)
+
+
+# -- launches ----------------------------------------------------------------------------------------------------------
+
+
+def launches(model: nn.Module, x: Tensor) -> tuple[int, dict[str, int]]:
+    """Kernels that Inductor made for a training step, and how often it calls each of our ops."""
+    fast = torch.compile(model, fullgraph=True)
+    _, codes = run_and_get_code(lambda: loss_of(fast, x).backward())
+    code = "\n".join(codes)
+    ours = re.findall(r"= torch\.ops\.sliceout\.(\w+)|^\s+torch\.ops\.sliceout\.(\w+)", code, re.MULTILINE)
+    return len(re.findall(r"^\s+triton_\w+\.run\(", code, re.MULTILINE)), Counter("".join(names) for names in ours)
+
+
+@needs_cuda
+def test_a_compiled_batch_norm_costs_three_launches_and_saves_the_one_that_counts():
+    s = sliceout.Slice(64)
+    sliced = nn.Sequential(
+        snn.Conv2d(16, 64, 3, bias=False, out_slice=s),
+        snn.BatchNorm2d(64, slice=s),
+        nn.ReLU(),
+        snn.Conv2d(64, 16, 3, bias=False, in_slice=s),
+    )
+    small = nn.Conv2d(16, 32, 3, bias=False), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 16, 3, bias=False)
+    x = torch.randn(32, 16, 16, 16, device=DEVICE).to(memory_format=torch.channels_last)
+    (generated, ours), (narrow, _) = (
+        launches(m.to(DEVICE, memory_format=torch.channels_last), x) for m in (sliced, nn.Sequential(*small))
+    )
+    assert ours == {"take": 2, "put": 2, "take_pair": 1, "put_pair": 1, "update_statistics_": 1}
+    assert generated == narrow - 1
 
 
 # -- CUDA graphs -------------------------------------------------------------------------------------------------------

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 from conftest import cuda_only, devices
-from opcases import Case, cases, listed
+from opcases import Case, cases, listed, pairs, statistics
 from sliceout import Slice
 from sliceout.ops import gather, library, reference, store_, take, views
+from sliceout.subset import Subset
 
 IDS = [f"{i}-{'x'.join(map(str, c.shape))}-{c.layout}" for i, c in enumerate(listed())]
 every_listed = pytest.mark.parametrize("number", range(len(IDS)), ids=IDS)
@@ -108,6 +109,30 @@ def test_low_precision_is_rounded_once(case, device):
     compare_all(case, device)
 
 
+@settings(max_examples=60)
+@devices
+@given(pair=pairs())
+def test_pairs_agree_with_the_definition(pair, device):
+    torch.manual_seed(0)
+    axis = pair[0].to(device).rows
+    fulls = [c.full(device).requires_grad_() for c in pair]
+    grads = [torch.randn(axis.width, dtype=torch.float64).to(c.dtype).to(device) for c in pair]
+    with poisoned_memory():
+        smalls = torch.ops.sliceout.take_pair(*fulls, axis.slice.start, axis.geometry)
+        got = torch.autograd.grad(smalls, fulls, grads)
+    for case, full, small, grad, back in zip(pair, fulls, smalls, grads, got, strict=True):
+        case.check_small(small, full, "take_pair")
+        case.check_full(back, grad, "gradient of take_pair")
+
+
+@settings(max_examples=60)
+@devices
+@given(case=statistics())
+def test_statistics_follow_the_batch_and_others_stay(case, device):
+    torch.manual_seed(0)
+    case.check(torch.ops.sliceout.update_statistics_, device)
+
+
 # -- derivatives -------------------------------------------------------------------------------------------------------
 
 SMALL = [i for i, c in enumerate(listed()) if c.dtype == torch.float64 and torch.Size(c.shape).numel() < 150]
@@ -128,6 +153,42 @@ def test_first_and_second_derivatives(number, path):
     full = case.full().requires_grad_()
     assert torch.autograd.gradcheck(squared, (full,))
     assert torch.autograd.gradgradcheck(squared, (full,))
+
+
+VECTORS = [Slice(10).axis(), Slice(4).axis(blocks=2, inner=3), Subset(10).axis()]
+
+
+@pytest.mark.parametrize("axis", VECTORS, ids=str)
+def test_first_and_second_derivatives_of_pairs(axis):
+    where = axis.slice.start, axis.geometry
+    fulls = [torch.randn(axis.size, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    smalls = [torch.randn(axis.width, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+
+    def squared(op):
+        return lambda *pair: [t**2 for t in op(*pair, *where)]
+
+    for op, pair in ((torch.ops.sliceout.take_pair, fulls), (torch.ops.sliceout.put_pair, smalls)):
+        assert torch.autograd.gradcheck(squared(op), pair)
+        assert torch.autograd.gradgradcheck(squared(op), pair)
+
+
+@devices
+@pytest.mark.parametrize("which", [0, 1])
+def test_one_of_a_pair_may_be_frozen_or_unused(which, device):
+    case = Case((10,), Slice(10).axis(), None).to(device)
+    where = case.rows.slice.start, case.rows.geometry
+
+    fulls = [case.full(device) for _ in range(2)]
+    fulls[1 - which].requires_grad_()
+    smalls = torch.ops.sliceout.take_pair(*fulls, *where)
+    (smalls[0] * smalls[1]).sum().backward()
+    assert fulls[which].grad is None
+    case.check_full(fulls[1 - which].grad, smalls[which].detach(), "gradient where the other is frozen")
+
+    fulls = [case.full(device).requires_grad_() for _ in range(2)]
+    torch.ops.sliceout.take_pair(*fulls, *where)[1 - which].sum().backward()
+    assert fulls[which].grad is None
+    case.check_full(fulls[1 - which].grad, torch.ones_like(smalls[0]), "gradient where the other is unused")
 
 
 @devices
@@ -190,6 +251,25 @@ def test_opcheck_passes(number, device):
         torch.library.opcheck(
             torch.ops.sliceout.store_.default, (full, torch.randn_like(small), case.args[0], case.args[2])
         )
+
+
+@devices
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("axis", VECTORS, ids=str)
+def test_opcheck_passes_for_the_ops_over_several_vectors(axis, counted, device):
+    case = Case((axis.size,), axis, None, dtype=torch.float32).to(device)
+    where = axis.slice.start, axis.geometry
+    for op, n in ((torch.ops.sliceout.take_pair, axis.size), (torch.ops.sliceout.put_pair, axis.width)):
+        first = torch.randn(n, device=device, requires_grad=True)
+        second = torch.randn(n, device=device, dtype=torch.float64, requires_grad=counted)
+        torch.library.opcheck(op.default, (first, second, *where))
+    leaves = [torch.randn(axis.width, device=device, requires_grad=True) for _ in range(2)]
+    full = case.full(device)
+    torch.library.opcheck(torch.ops.sliceout.take_pair_for.default, (*leaves, full, full.double(), *where))
+    vectors = [case.full(device), case.full(device)], [torch.randn(axis.width, device=device) for _ in range(2)]
+    count = torch.tensor(3, device=device) if counted else None
+    args = (*vectors[0], count, *vectors[1], *where, 0.1)
+    torch.library.opcheck(torch.ops.sliceout.update_statistics_.default, args)
 
 
 def test_the_op_never_returns_its_inputs_memory():
@@ -307,6 +387,17 @@ def test_a_draw_between_forward_and_backward_raises_on_the_op_path(device):
     s.family.draw_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         small.sum().backward()
+
+
+@devices
+def test_a_draw_between_forward_and_backward_of_a_pair_raises(device):
+    s = Slice(32)
+    case = Case((32,), s.axis(), None).to(device)
+    fulls = [case.full(device).requires_grad_() for _ in range(2)]
+    one, other = torch.ops.sliceout.take_pair(*fulls, s.start, s.axis().geometry)
+    s.family.draw_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (one + other).sum().backward()
 
 
 def test_a_draw_between_forward_and_backward_is_right_on_the_view_path():

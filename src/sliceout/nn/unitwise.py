@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import store_, take, take_to_change
+from ..ops import one_launch, store_, take, take_pair, take_to_change
 from ..slices import Axis
 from ..stand_ins import Taken
 from .base import Sliced, _attach, _check_last, _check_size
@@ -24,6 +24,11 @@ class _Unitwise(Sliced):
         """The kept entries of a parameter, if there is one."""
         p = getattr(self, name)
         return None if p is None else take(p, axis, stand_in=self._stand_ins.get(name))
+
+    def _pair(self, axis: Axis) -> tuple[Tensor | None, Tensor | None]:
+        """Those of weight and bias."""
+        weight, bias = (getattr(self, name) for name in ("weight", "bias"))
+        return take_pair(weight, bias, axis, (self._stand_ins.get("weight"), self._stand_ins.get("bias")))
 
 
 class _BatchNorm(_Unitwise):
@@ -43,16 +48,24 @@ class _BatchNorm(_Unitwise):
             return super().forward(x)  # type: ignore[misc]
         self._check_input_dim(x)  # type: ignore[attr-defined]
         mean, var, momentum = self.running_mean, self.running_var, self.momentum
+        if self.training and self.num_batches_tracked is not None and momentum is None:
+            raise ValueError(
+                "momentum=None (a cumulative average) needs every channel in every batch: "
+                "call sliceout.off_(model) before you re-estimate batch-norm statistics"
+            )
+        weight, bias = self._pair(axis)
+        if self.training and mean is not None and var is not None and one_launch(axis):
+            # What is 0 and has momentum 1 becomes the statistics of the batch, so none are taken. Inductor would write
+            # means and variances in a kernel each, as they share too little to be fused, and the count in a third.
+            batch = mean.new_zeros(axis.width), var.new_zeros(axis.width)
+            y = F.batch_norm(x, *batch, weight, bias, True, 1.0, self.eps)  # type: ignore[attr-defined]
+            count, where = self.num_batches_tracked, (axis.slice.start, axis.geometry)
+            torch.ops.sliceout.update_statistics_(mean, var, count, *batch, *where, momentum or 0.0)
+            return y
         if self.training and self.num_batches_tracked is not None:
-            if momentum is None:
-                raise ValueError(
-                    "momentum=None (a cumulative average) needs every channel in every batch: "
-                    "call sliceout.off_(model) before you re-estimate batch-norm statistics"
-                )
             self.num_batches_tracked.add_(1)
         if mean is not None and var is not None:
             mean, var = take_to_change((mean, var), axis)
-        weight, bias = self._small("weight", axis), self._small("bias", axis)
         y = F.batch_norm(x, mean, var, weight, bias, self.training or mean is None, momentum or 0.0, self.eps)  # type: ignore[attr-defined]
         if self.training and mean is not None and var is not None:
             store_((self.running_mean, self.running_var), (mean, var), axis)  # type: ignore[arg-type]
@@ -113,7 +126,7 @@ class GroupNorm(_Unitwise, nn.GroupNorm):
         if axis is None:
             return super().forward(x)
         groups = self.num_groups if axis.blocks == self.num_groups else axis.blocks * axis.slice.width
-        weight, bias = self._small("weight", axis), self._small("bias", axis)
+        weight, bias = self._pair(axis)
         return F.group_norm(x, groups, weight, bias, self.eps)
 
 
@@ -133,7 +146,7 @@ class LayerNorm(_Unitwise, nn.LayerNorm):
         axis = self._arrived("unit", input.shape[-1])
         if axis is None:
             return super().forward(input)
-        weight, bias = self._small("weight", axis), self._small("bias", axis)
+        weight, bias = self._pair(axis)
         return F.layer_norm(input, (axis.width,), weight, bias, self.eps)
 
 

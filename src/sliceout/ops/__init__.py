@@ -9,7 +9,8 @@ implementation, is answered here:
 
 In a compiled graph the op stands by itself although Inductor could melt ``reference`` into its neighbours: the index
 arithmetic then runs once per activation instead of once per parameter, and the step was slower for it
-(``results/h200-wrn-28-10.md``, call 1).
+(``results/h200-wrn-28-10.md``, call 1). Of vectors it is the launches that cost, so there those of one layer share one
+(:func:`one_launch`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -27,8 +28,11 @@ from . import gather, library, reference, views
 if TYPE_CHECKING:
     from ..slices import Axis, Joint
 
-__all__ = ["by_views", "library", "store_", "take", "take_to_change", "without_views"]
+__all__ = ["by_views", "library", "one_launch", "store_", "take", "take_pair", "take_to_change", "without_views"]
 
+
+StandIn = tuple[Tensor, Tensor]
+"""A parameter, and what receives its compact gradient in compiled graphs: see ``sliceout.stand_ins``."""
 
 _views = True
 
@@ -59,7 +63,7 @@ def take(
     scale_rows: bool = False,
     scale_cols: bool = False,
     dtype: torch.dtype | None = None,
-    stand_in: tuple[Tensor, Tensor] | None = None,
+    stand_in: StandIn | None = None,
 ) -> Tensor:
     """The part of ``full`` that the slices ``rows`` (dimension 0) and ``cols`` (dimension 1) keep now.
 
@@ -104,7 +108,7 @@ def take(
     return torch.ops.sliceout.take(full, *args, dtype)
 
 
-def _receives(stand_in: tuple[Tensor, Tensor], full: Tensor, rows: list[int], cols: list[int]) -> bool:
+def _receives(stand_in: StandIn, full: Tensor, rows: list[int], cols: list[int]) -> bool:
     """Whether the gradient of this take can go to the stand-in: in a compiled graph, while all slices are live."""
     parameter, leaf = stand_in
     return (
@@ -139,13 +143,40 @@ def _take_parts(full: Tensor, rows: Any, cols: Any, **settings: Any) -> Tensor:
     return torch.cat(taken, dim)
 
 
-def take_to_change(fulls: Sequence[Tensor], rows: Axis | Joint) -> tuple[Tensor, ...]:
+def take_pair(
+    first: Tensor | None,
+    second: Tensor | None,
+    rows: Axis | Joint,
+    stand_ins: tuple[StandIn | None, StandIn | None] = (None, None),
+) -> tuple[Tensor | None, Tensor | None]:
+    """:func:`take` of two vectors, such as weight and bias, if there are two: in a compiled graph in one launch."""
+    if first is not None and second is not None and one_launch(rows) and first.shape == second.shape == (rows.size,):
+        where = rows.slice.start, rows.geometry
+        leaves = [s[1] for s, t in zip(stand_ins, (first, second)) if s is not None and _receives(s, t, where[1], [])]  # noqa: B905
+        if not leaves:
+            return torch.ops.sliceout.take_pair(first, second, *where)  # type: ignore[no-any-return]
+        if len(leaves) == 2:
+            return torch.ops.sliceout.take_pair_for(*leaves, first.detach(), second.detach(), *where)  # type: ignore[no-any-return]
+    both = ((first, stand_ins[0]), (second, stand_ins[1]))
+    one, other = (None if t is None else take(t, rows, stand_in=s) for t, s in both)
+    return one, other
+
+
+def one_launch(rows: Axis | Joint) -> TypeGuard[Axis]:
+    """Whether the ops over several vectors along ``rows`` are called: in compiled graphs, if it is but one slice.
+
+    Eager code has its own ways (views, ``gather``), and a trace is to see each take by itself.
+    """
+    return torch.compiler.is_compiling() and not hasattr(rows, "parts")
+
+
+def take_to_change(fulls: tuple[Tensor, Tensor], rows: Axis | Joint) -> tuple[Tensor, Tensor]:
     """:func:`take` of vectors that get no gradient and will be written to: in eager code, where it can be, in place."""
     if not hasattr(rows, "parts") and not reference.is_table(rows.slice.start) and by_views(fulls[0]):
         cut = rows.slice.start_on_host, rows.geometry
         if views.is_one_rectangle(cut, views.WHOLE):
-            return tuple(views.take(full, cut, views.WHOLE) for full in fulls)
-    return tuple(take(full, rows) for full in fulls)
+            return views.take(fulls[0], cut, views.WHOLE), views.take(fulls[1], cut, views.WHOLE)
+    return take_pair(*fulls, rows)  # type: ignore[return-value]
 
 
 def store_(fulls: Sequence[Tensor], smalls: Sequence[Tensor], rows: Axis | Joint) -> None:

@@ -111,6 +111,52 @@ def _copy(
         tl.store(dst + walked, value, mask=inside)
 
 
+@triton.jit
+def _copy_pair(
+    first, second, first_out, second_out, starts, n, size, width, inner,
+    PUT: tl.constexpr, TABLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Two vectors along one slice, each in its own dtype; the results are walked in order."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < n
+    start = 0
+    if not TABLE:
+        start = tl.load(starts).to(tl.int32)
+    if PUT:
+        at, kept, _unit = _target(i, starts, start, size, width, inner, inside, True, TABLE)
+        kept = kept & inside
+    else:
+        at, _unit = _source(i, starts, start, size, width, inner, inside, True, TABLE)
+        kept = inside
+    tl.store(first_out + i, tl.load(first + at, mask=kept, other=0), mask=inside)
+    tl.store(second_out + i, tl.load(second + at, mask=kept, other=0), mask=inside)
+
+
+@triton.jit
+def _update_statistics(
+    mean, var, batches, batch_mean, batch_var, starts, n, size, width, inner,
+    OLD: tl.constexpr, NEW: tl.constexpr, COUNTED: tl.constexpr, WIDE: tl.constexpr,
+    TABLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The kept entries become ``OLD`` times what they were plus ``NEW`` times those of the batch."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < n
+    start = 0
+    if not TABLE:
+        start = tl.load(starts).to(tl.int32)
+    at, _unit = _source(i, starts, start, size, width, inner, inside, True, TABLE)
+    kind = tl.float64 if WIDE else tl.float32
+    old = tl.full((), OLD, kind)  # an argument would arrive in float32
+    new = tl.full((), NEW, kind)
+    value = tl.load(mean + at, mask=inside).to(kind) * old + tl.load(batch_mean + i, mask=inside).to(kind) * new
+    tl.store(mean + at, value, mask=inside)
+    value = tl.load(var + at, mask=inside).to(kind) * old + tl.load(batch_var + i, mask=inside).to(kind) * new
+    tl.store(var + at, value, mask=inside)
+    if COUNTED:  # noqa: SIM102  # there may be no such pointer
+        if tl.program_id(0) == 0:
+            tl.store(batches, tl.load(batches) + 1)
+
+
 def take(
     full: Tensor,
     row_start: Tensor | None,
@@ -146,6 +192,43 @@ def put(
 def store_(full: Tensor, small: Tensor, start: Tensor, geometry: list[int]) -> None:
     """Write ``small`` into its place in the vector ``full``, which must be contiguous, and leave the rest."""
     _launch(full, small.contiguous(), (start, None), (geometry, []), (None, None), "store")
+
+
+def copy_pair(
+    sources: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor], start: Tensor, geometry: list[int], put: bool
+) -> tuple[Tensor, Tensor]:
+    """:func:`take` or :func:`put` of two vectors into ``out`` (uninitialised memory), in one launch."""
+    first, second = (t.contiguous() for t in sources)
+    size, width, _, inner = geometry
+    n = out[0].shape[0]
+    block = min(triton.next_power_of_2(n), 512)
+    with torch.cuda.device_of(first):
+        _copy_pair[(triton.cdiv(n, block),)](
+            first, second, *out, start, n, size, width, inner, put, is_table(start), block
+        )  # fmt: skip
+    return out
+
+
+def update_statistics_(
+    mean: Tensor,
+    var: Tensor,
+    batches: Tensor | None,
+    batch_mean: Tensor,
+    batch_var: Tensor,
+    start: Tensor,
+    geometry: list[int],
+    momentum: float,
+) -> None:
+    """Move the kept entries of ``mean`` and ``var``, which must be contiguous, towards the batch's; count the batch."""
+    size, width, _, inner = geometry
+    n = batch_mean.shape[0]
+    block = min(triton.next_power_of_2(n), 512)
+    wide = torch.float64 in (mean.dtype, var.dtype)
+    with torch.cuda.device_of(mean):
+        _update_statistics[(triton.cdiv(n, block),)](
+            mean, var, batches, batch_mean.contiguous(), batch_var.contiguous(), start, n, size, width, inner,
+            1 - momentum, momentum, batches is not None, wide, is_table(start), block,
+        )  # fmt: skip
 
 
 def _launch(

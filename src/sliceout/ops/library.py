@@ -1,11 +1,16 @@
 """``sliceout::take`` and friends: the registered ops that compiled and captured steps call.
 
-========================  =============================================================================
-``take(full) -> small``   the kept rows and columns, scaled, in the wanted dtype
-``take_for(leaf, full)``  the same, but the gradient goes to ``leaf``, which has the shape of ``small``
-``put(small) -> full``    its adjoint: zeros where nothing is kept (without the zero-fill pass)
-``store_(full!, small)``  writes the kept entries of a vector in place (batch-norm statistics)
-========================  =============================================================================
+==========================  ===========================================================================
+``take(full) -> small``     the kept rows and columns, scaled, in the wanted dtype
+``put(small) -> full``      its adjoint: zeros where nothing is kept (without the zero-fill pass)
+``store_(full!, small)``    writes the kept entries of a vector in place (batch-norm statistics)
+``take_pair``, ``put_pair`` take and put of two vectors along one slice (weight and bias of a norm)
+``take_for``                take whose gradient goes as it is to another tensor (``sliceout.stand_ins``)
+``take_pair_for``           the same for two vectors
+``update_statistics_``      all that a training batch norm writes: means, variances, the count of batches
+==========================  ===========================================================================
+
+A vector is taken in less time than its kernel takes to start, so what belongs together is done in one launch.
 
 Starts are tensors: no op ever looks at their value on the host, except the CPU kernels, where that costs nothing.
 """
@@ -25,6 +30,16 @@ _library.define(f"take(Tensor full, {_SLICE}, ScalarType? dtype) -> Tensor")
 _library.define(f"take_for(Tensor stand_in, Tensor full, {_SLICE}, ScalarType? dtype) -> Tensor")
 _library.define(f"put(Tensor small, {_SLICE}, SymInt[] shape, bool channels_last, ScalarType dtype) -> Tensor")
 _library.define("store_(Tensor(a!) full, Tensor small, Tensor start, int[] rows) -> ()")
+for _name in ("take_pair", "put_pair"):
+    _library.define(f"{_name}(Tensor first, Tensor second, Tensor start, int[] rows) -> (Tensor, Tensor)")
+_library.define(
+    "take_pair_for(Tensor first_leaf, Tensor second_leaf, Tensor first, Tensor second, Tensor start, int[] rows) "
+    "-> (Tensor, Tensor)"
+)
+_library.define(
+    "update_statistics_(Tensor(a!) mean, Tensor(b!) var, Tensor(c!)? batches, Tensor batch_mean, Tensor batch_var, "
+    "Tensor start, int[] rows, float momentum) -> ()"
+)
 
 
 def _cut(start: Tensor | None, geometry: list[int]) -> views.Cut:
@@ -55,6 +70,33 @@ def _store_cpu(full: Tensor, small: Tensor, start: Tensor, rows: list[int]) -> N
         full.copy_(reference.store(full, small, start, rows))
     else:
         views.put_(full, small, _cut(start, rows))
+
+
+def _take_pair_cpu(first: Tensor, second: Tensor, start: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
+    one, other = (_take_cpu(full, start, None, rows, [], None, None, None) for full in (first, second))
+    return one, other
+
+
+def _put_pair_cpu(first: Tensor, second: Tensor, start: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
+    shape = _full_shape(rows)
+    one, other = (
+        _put_cpu(small, start, None, rows, [], None, None, shape, False, small.dtype) for small in (first, second)
+    )
+    return one, other
+
+
+def _update_statistics_cpu(mean, var, batches, batch_mean, batch_var, start, rows, momentum):  # type: ignore[no-untyped-def]
+    for full, batch in ((mean, batch_mean), (var, batch_var)):
+        wide = torch.promote_types(full.dtype, torch.float32)
+        old = _take_cpu(full, start, None, rows, [], None, None, wide)
+        _store_cpu(full, old * (1 - momentum) + batch.to(wide) * momentum, start, rows)
+    if batches is not None:
+        batches.add_(1)
+
+
+def _full_shape(rows: list[int]) -> list[int]:
+    size, _, blocks, inner = rows
+    return [size * blocks * inner]
 
 
 def _scaled(small, row_start, col_start, rows, cols, row_scale, col_scale):  # type: ignore[no-untyped-def]
@@ -90,6 +132,24 @@ def _store_cuda(full: Tensor, small: Tensor, start: Tensor, rows: list[int]) -> 
     kernels.store_(full, small, start, rows)
 
 
+def _take_pair_cuda(first: Tensor, second: Tensor, start: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
+    from . import kernels
+
+    return kernels.copy_pair((first, second), _take_pair_fake(first, second, start, rows), start, rows, put=False)
+
+
+def _put_pair_cuda(first: Tensor, second: Tensor, start: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
+    from . import kernels
+
+    return kernels.copy_pair((first, second), _put_pair_fake(first, second, start, rows), start, rows, put=True)
+
+
+def _update_statistics_cuda(mean, var, batches, batch_mean, batch_var, start, rows, momentum):  # type: ignore[no-untyped-def]
+    from . import kernels
+
+    kernels.update_statistics_(mean, var, batches, batch_mean, batch_var, start, rows, momentum)
+
+
 _library.impl("take", _take_cpu, "CPU")
 _library.impl("take", _take_cuda, "CUDA")
 _library.impl("take_for", lambda _, *args: _take_cpu(*args), "CPU")
@@ -98,6 +158,14 @@ _library.impl("put", _put_cpu, "CPU")
 _library.impl("put", _put_cuda, "CUDA")
 _library.impl("store_", _store_cpu, "CPU")
 _library.impl("store_", _store_cuda, "CUDA")
+_library.impl("take_pair", _take_pair_cpu, "CPU")
+_library.impl("take_pair", _take_pair_cuda, "CUDA")
+_library.impl("take_pair_for", lambda _, __, *args: _take_pair_cpu(*args), "CPU")
+_library.impl("take_pair_for", lambda _, __, *args: _take_pair_cuda(*args), "CUDA")
+_library.impl("put_pair", _put_pair_cpu, "CPU")
+_library.impl("put_pair", _put_pair_cuda, "CUDA")
+_library.impl("update_statistics_", _update_statistics_cpu, "CPU")
+_library.impl("update_statistics_", _update_statistics_cuda, "CUDA")
 
 
 @torch.library.register_fake("sliceout::take", lib=_library)
@@ -117,6 +185,27 @@ def _put_fake(small, row_start, col_start, rows, cols, row_scale, col_scale, sha
 
 @torch.library.register_fake("sliceout::store_", lib=_library)
 def _store_fake(full: Tensor, small: Tensor, start: Tensor, rows: list[int]) -> None:
+    return None
+
+
+@torch.library.register_fake("sliceout::take_pair", lib=_library)
+def _take_pair_fake(first: Tensor, second: Tensor, start: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
+    return views.empty_small(first, rows, []), views.empty_small(second, rows, [])
+
+
+@torch.library.register_fake("sliceout::take_pair_for", lib=_library)
+def _take_pair_for_fake(first_stand_in, second_stand_in, first, second, start, rows):  # type: ignore[no-untyped-def]
+    return _take_pair_fake(first, second, start, rows)
+
+
+@torch.library.register_fake("sliceout::put_pair", lib=_library)
+def _put_pair_fake(first: Tensor, second: Tensor, start: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
+    shape = _full_shape(rows)
+    return _empty_full(first, shape, False, first.dtype), _empty_full(second, shape, False, second.dtype)
+
+
+@torch.library.register_fake("sliceout::update_statistics_", lib=_library)
+def _update_statistics_fake(mean, var, batches, batch_mean, batch_var, start, rows, momentum):  # type: ignore[no-untyped-def]
     return None
 
 
@@ -142,12 +231,17 @@ def _take_for_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 
 def _take_for_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """As it is: whoever receives it knows the scales."""
-    grad = grad.to(ctx.dtype)
-    for start in ctx.saved_tensors:  # looked at, so that a draw between forward and backward raises
+    return _handed_on(grad, ctx.dtype, *ctx.saved_tensors), *[None] * 8
+
+
+def _handed_on(grad: Tensor, dtype: torch.dtype, *starts: Tensor | None) -> Tensor:
+    """As it is: whoever receives it knows the scales. A draw between forward and backward raises, as the starts are
+    looked at."""
+    grad = grad.to(dtype)
+    for start in starts:
         if start is not None:
             grad = torch.where(start[0] >= 0, grad, torch.nan)
-    return grad, *[None] * 8
+    return grad
 
 
 def _put_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -165,3 +259,48 @@ def _put_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 torch.library.register_autograd("sliceout::take", _take_backward, setup_context=_take_context, lib=_library)
 torch.library.register_autograd("sliceout::take_for", _take_for_backward, setup_context=_take_for_context, lib=_library)
 torch.library.register_autograd("sliceout::put", _put_backward, setup_context=_put_context, lib=_library)
+
+
+def _pair_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, _, start, ctx.rows = inputs
+    ctx.save_for_backward(start)
+    ctx.set_materialize_grads(False)
+
+
+def _pair_backward(ctx: Any, adjoint: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    (start,) = ctx.saved_tensors
+    wanted = [g if needed else None for g, needed in zip(grads, ctx.needs_input_grad, strict=False)]
+    given = [g for g in wanted if g is not None]
+    if not given:
+        return None, None, None, None
+    both = adjoint(given[0], given[-1], start, ctx.rows)  # where one is frozen, the other stands in for it
+    return *(full if g is not None else None for g, full in zip(wanted, both, strict=True)), None, None
+
+
+def _take_pair_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    return _pair_backward(ctx, torch.ops.sliceout.put_pair, grads)
+
+
+def _put_pair_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    return _pair_backward(ctx, torch.ops.sliceout.take_pair, grads)
+
+
+for _name, _backward in (("take_pair", _take_pair_backward), ("put_pair", _put_pair_backward)):
+    torch.library.register_autograd(f"sliceout::{_name}", _backward, setup_context=_pair_context, lib=_library)
+
+
+def _take_pair_for_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    first_stand_in, second_stand_in, _, _, start, _ = inputs
+    ctx.dtypes = first_stand_in.dtype, second_stand_in.dtype
+    ctx.save_for_backward(start)
+    ctx.set_materialize_grads(False)
+
+
+def _take_pair_for_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    both = zip(grads, ctx.dtypes, strict=True)
+    return *(None if g is None else _handed_on(g, dtype, *ctx.saved_tensors) for g, dtype in both), *[None] * 4
+
+
+torch.library.register_autograd(
+    "sliceout::take_pair_for", _take_pair_for_backward, setup_context=_take_pair_for_context, lib=_library
+)
