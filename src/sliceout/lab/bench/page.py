@@ -169,7 +169,9 @@ def _payoff(folder: Path) -> list[str]:
     parts = [
         "Two layers with sliced units between them, forward and backward, in percent of the time of the full pair;\n"
         "the floor is the same pair at the sliced width. Above 100 % the slice costs more than it saves.\n"
-        "`python benchmarks/payoff.py` measures, `--write-table` hands it to the library (`sliceout.payoff`).\n"
+        "`python benchmarks/payoff.py` measures, `--write-table` hands it to the library (`sliceout.payoff`):\n"
+        "`convert_` then leaves groups alone whose slices were slower at every batch tried on the GPU that the model\n"
+        "is on, says so in its report, and takes the alignment that was fastest there; `payoff=False` slices all.\n"
     ]
     for path in sorted((folder / "results" / "payoff").glob("*.json")):
         data = json.loads(path.read_text())

@@ -87,6 +87,7 @@ def _apply_scheme(net: nn.Module, case: Case) -> nn.Module:
     if case.scheme == "none" or (case.scheme == "standard" and own_dropout):
         return net
     settings: dict[str, Any] = {"align": case.align, "stages": case.stages, "sampling": case.sampling}
+    settings["payoff"] = False  # whether it pays is what is to be measured
     if case.grads != "dense":
         settings["grads"] = case.grads
     scheme = "sliceout" if case.scheme == "floor" else case.scheme
