@@ -63,11 +63,19 @@ def cells(row: dict[str, Any]) -> list[str]:
         _percent(row["of_standard"]) + star,
         _percent(row["of_floor"], 1),
         _percent(row["paper_time"]),
-        "" if memory is None else f"{memory / 2**20:,.0f} MiB" + ("" if row["max_reserved"] else " (allocated)"),
+        "" if memory is None else f"{memory / 2**20:,.0f} MiB" + _beside(row),
         _percent(row["memory_of_standard"]) + star,
         _percent(row["paper_memory"]),
         "" if row["flops"] is None else f"{row['flops'] / 1e9:,.1f}",
     ]
+
+
+def _beside(row: dict[str, Any]) -> str:
+    """What else is to be said of the memory: what the process had reserved at its highest, warm-up included."""
+    if not row["max_reserved"]:
+        return " (allocated)"
+    process = row.get("max_reserved_process") or 0
+    return f" ({process / 2**20:,.0f} at first)" if process > row["max_reserved"] else ""
 
 
 def match_table(entries: list[dict[str, Any]]) -> Table:

@@ -78,7 +78,7 @@ def count_flops(work: Work) -> int | None:
         print(f"FLOPs were not counted: {type(error).__name__}: {error}")
         return None
     finally:
-        work.net.zero_grad(set_to_none=True)
+        release(work)  # cuBLAS would keep workspaces for this pass, and they would count as the step's
     return counter.get_total_flops() * work.case.batch // size
 
 
