@@ -14,7 +14,7 @@ import torch
 import sliceout
 from sliceout.lab import LabError, cli, models
 from sliceout.lab.bench import cases, files, match, page, run, show, worker
-from sliceout.lab.bench.cases import Case
+from sliceout.lab.bench.cases import Case, case_of
 from sliceout.lab.bench.floor import narrow_, widths
 from sliceout.lab.bench.work import build, step_of
 
@@ -171,11 +171,59 @@ def test_a_failed_case_is_shown_with_its_error() -> None:
     assert "| failed | out of memory |" in show.markdown(rows)
 
 
+def scaling(**wrong: float) -> list[dict[str, Any]]:
+    """Rows as the scaling suite measures them; ``wrong`` multiplies time or memory of the third MLP."""
+    rows = []
+    for case in cases.suite("scaling"):
+        kept = 1 - case.rate if case.scheme == "sliceout" else 1.0
+        width = 2048 if case.model == "mlp" else int(case.model.replace("x", "-").split("-")[-1])
+        rows.append(row(case, width * (1 + kept), max_reserved=int(width * (3 + kept) * 2**20)))
+    rows[2]["ms"] *= wrong.get("ms", 1)
+    rows[2]["max_reserved"] *= wrong.get("memory", 1)
+    return rows
+
+
 def test_scaling_is_judged_from_the_data() -> None:
-    falling = [row(replace(BASE, scheme="sliceout", rate=r), 10 - 5 * r, max_reserved=100) for r in (0.0, 0.5, 0.9)]
-    assert any("step time against rate is monotone, from" in n for n in show.scaling_notes(falling))
-    falling[1]["ms"] = 20.0
-    assert any("step time against rate is NOT monotone" in n for n in show.scaling_notes(falling))
+    notes = show.scaling_notes(scaling())
+    assert len(notes) == 12  # time and memory of two networks against the rate, of two with two schemes against width
+    assert all("is monotone, from" in n for n in notes)
+    assert "mlp sliceout compact: step time against rate is monotone, from 4096 ms at 0 to 2253 ms at 0.9." in notes
+    noisy = show.scaling_notes(scaling(ms=1.06, memory=1.3))
+    assert any("mlp sliceout compact: step time against rate is monotone up to 2% (largest" in n for n in noisy)
+    assert any("memory against rate is NOT monotone (largest step the wrong way: 26.7%, to 0.2)" in n for n in noisy)
+
+
+def test_curves_are_made_of_rows_that_differ_in_one_thing_only() -> None:
+    must = [row(c, 1.0) for c in cases.suite("h200-must")]
+    assert show.series(must, "rate") == show.series(must, "width") == {}
+    both = [row(replace(case_of(r), mode="eager"), r["ms"]) for r in scaling()]
+    assert len(show.series([*scaling(), *both], "rate")) == 4
+    assert all(len(points) == 10 for points in show.series([*scaling(), *both], "rate").values())
+
+
+def test_scaling_is_drawn_and_shown_on_the_page(tmp_path: Path, capsys) -> None:
+    path = write(tmp_path, scaling())
+    assert "![" not in page.page(tmp_path)
+    assert cli.main(["bench", "--table", str(path)]) == 0
+    assert "step time against width is monotone" in capsys.readouterr().out
+    picture = path.with_suffix(".png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 20_000
+    assert path.with_suffix(".svg").is_file()
+    text = page.page(tmp_path)
+    assert "](../results/bench/x.png)" in text
+    assert "- wrn-28 sliceout p=0.5: memory against width is monotone, from 7 MiB at 2 to 42 MiB at 12." in text
+    assert "up to 2% from one point to the next" in text
+
+
+@pytest.mark.slow
+def test_scaling_is_measured_and_drawn_where_there_is_no_gpu(tmp_path: Path, capsys) -> None:
+    words = ["mlp-2x64", "mlp-2x512", "mlp-2x2048", "--schemes", "sliceout", "--device", "cpu"]
+    assert (
+        cli.main(["bench", *words, "--batch", "64", "--seconds", "0.05", "--prepare", "3", "--out", str(tmp_path)]) == 0
+    )
+    assert "mlp-2 sliceout p=0.5: memory against width is monotone" in capsys.readouterr().out
+    assert len(list(tmp_path.glob("*.png"))) == 1
 
 
 # -- a larger batch at equal memory ------------------------------------------------------------------------------------

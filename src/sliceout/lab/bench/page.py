@@ -54,6 +54,10 @@ counted by torch. "% of standard" and "% of floor" compare rows of one file only
 number for the same architecture on its own hardware, so it is a neighbour and not a rival.
 """
 
+_MONOTONE = (
+    "Time and memory should fall with the rate and rise with the width. A curve that goes the wrong way by up to "
+    f"{show.TOLERANCE:.0%} from one point to the next\ncounts as monotone: that much is noise.\n"
+)
 NOT_YET = "Not measured yet: no file in `results/bench` holds these cases.\n"
 
 
@@ -84,6 +88,7 @@ def page(folder: Path) -> str:
             picture = folder / "results" / "bench" / name.replace(".json", ".png")
             if picture.is_file():
                 parts.append(f"![Step time and memory against rate and width](../results/bench/{picture.name})\n")
+            parts.append(_MONOTONE)
             parts.append("\n".join(f"- {note}" for note in scaling) + "\n")
         parts.append(show.markdown(data["cases"]) + "\n")
         if any(r["reference"] == "none" and r["scheme"] != "none" for r in compared(data["cases"])):
