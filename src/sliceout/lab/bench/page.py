@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import LabError
-from . import show
+from . import show, where_page
 from .cases import SUITES, case_of
 from .files import compared, read
 from .worker import held
@@ -17,7 +17,8 @@ from .worker import held
 TEXT = """\
 # Performance: when SliceOut pays, and when it does not
 
-Written by `sliceout bench --docs` from the files in `results/bench` and `results/payoff`: change those, not this page.
+Written by `sliceout bench --docs` from the files in `results/bench`, `results/profile` and `results/payoff`: change
+those, not this page.
 
 ## The argument
 
@@ -95,6 +96,7 @@ def page(folder: Path) -> str:
             parts.append("\\* of no dropout: there is no row of standard dropout to compare with.\n")
         if data["match_memory"]:
             parts += ["\nA larger batch in the memory of standard dropout (the paper's approach 2):\n", _match(data)]
+    parts += ["\n## Where the time and the memory go\n", *where_page.parts(folder)]
     parts += ["\n## Layer by layer: which slices pay\n", *_payoff(folder)]
     return "\n".join(parts)
 

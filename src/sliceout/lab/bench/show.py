@@ -207,7 +207,7 @@ def plot(rows: list[dict[str, Any]], title: str, path: Path) -> list[Path]:
         what = "units of a layer" if family.startswith("mlp") else "width"
         curves.append(("width", f"{family}: {what}", dict(sorted(chosen.items(), reverse=True))))  # standard first
     with plt.rc_context({"axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "sliceout"}):
-        size = (4.4 * len(curves), 6.4)
+        size = (max(4.4 * len(curves), 8.8), 6.4)  # the title needs some
         figure, axes = plt.subplots(2, len(curves), figsize=size, layout="constrained", squeeze=False)
         for column, (along, xlabel, lines) in enumerate(curves):
             for ax, (key, what, unit) in zip(axes[:, column], _AXES, strict=True):

@@ -192,6 +192,19 @@ def step_of(work: Work, batch: int) -> Callable[[], Any]:
     return step
 
 
+def tune(work: Work, batch: int) -> None:
+    """One eager pass, in which libraries choose their algorithms, before a graph is made.
+
+    cuDNN tries algorithms out with workspaces of any size. Tried inside the memory of a CUDA graph, as in the first
+    call of a model compiled with reduce-overhead, these would stay there.
+    """
+    x, y = work.batch(batch)
+    with work.casting():
+        loss = work.loss(work.net(x), y)
+    loss.backward()
+    work.optimizer.zero_grad(set_to_none=True)
+
+
 def _captured(work: Work, x: Tensor, y: Tensor) -> Callable[[], Any]:
     from ...capture import capture
 
