@@ -4,8 +4,9 @@
     python benchmarks/payoff.py --write-table  put what all these files say into src/sliceout/payoff_table.json
 
 Forward and backward of ``layer - ReLU - layer`` at full width, as a plain narrow network, and sliced, with everything
-that taking slices and putting gradients back costs; no optimizer, which costs the same. On a GPU each is captured in a
-CUDA graph, as a compiled or captured training step would run it: an eager step has launches on top.
+that taking slices and putting gradients back costs; no optimizer, which costs the same. A depthwise convolution stands
+between two of 1x1. On a GPU each is captured in a CUDA graph, as ``sliceout.capture`` would: an eager step has launches
+on top. The file is written after every pair, most telling pairs first: a run that is cut off leaves what it has.
 """
 
 from __future__ import annotations
@@ -26,24 +27,26 @@ import torch
 from torch import nn
 
 import sliceout
+from sliceout.capture import _entries, _free_workspaces
 from sliceout.lab import machine
-from sliceout.ops import without_views
+from sliceout.ops import tables, without_views
 
 ROOT = Path(__file__).parents[1]
 RESULTS, TABLE = ROOT / "results" / "payoff", ROOT / "src" / "sliceout" / "payoff_table.json"
 RATES, ALIGNS = (0.1, 0.3, 0.5, 0.7), (1, 2, 4, 8, 16, 32, 64)
 # kind, units outside, units between, rows of a linear layer or (images, side) of a convolution
 GPU = [
-    ("linear", 784, 2048, 256), ("linear", 2048, 2048, 256), ("linear", 256, 256, 256), ("linear", 64, 64, 256),
-    ("linear", 512, 2048, 4096), ("linear", 1024, 4096, 16384), ("linear", 256, 1024, 16384), 
-    ("linear", 64, 256, 16384), ("linear", 64, 64, 16384),
-    ("conv3", 160, 160, (128, 32)), ("conv3", 320, 320, (128, 16)), ("conv3", 640, 640, (128, 8)),
-    ("conv3", 64, 64, (128, 32)), ("conv3", 32, 32, (128, 32)), ("conv3", 16, 16, (128, 32)), 
-    ("conv3", 64, 64, (128, 8)),
-    ("conv1", 24, 144, (128, 56)), ("conv1", 80, 480, (128, 14)), ("conv1", 256, 1024, (128, 14)),
+    ("linear", 2048, 2048, 256), ("conv3", 320, 320, (128, 16)), ("linear", 1024, 4096, 16384),
+    ("conv3", 64, 64, (128, 32)), ("linear", 64, 64, 256), ("depthwise", 24, 144, (128, 56)),
+    ("linear", 256, 1024, 16384), ("conv3", 16, 16, (128, 32)), ("conv1", 256, 1024, (128, 14)),
+    ("linear", 256, 256, 256), ("linear", 64, 64, 16384), ("conv3", 160, 160, (128, 32)),
+    ("depthwise", 80, 480, (128, 14)), ("conv3", 640, 640, (128, 8)), ("linear", 64, 256, 16384),
+    ("conv1", 24, 144, (128, 56)), ("conv3", 32, 32, (128, 32)), ("linear", 784, 2048, 256),
+    ("linear", 512, 2048, 4096), ("conv3", 64, 64, (128, 8)), ("depthwise", 16, 96, (128, 112)),
+    ("conv1", 80, 480, (128, 14)),
 ]  # fmt: skip
-GPU_ALIGNS = [("linear", 1024, 2048, 16384), ("linear", 2048, 2048, 256), ("conv3", 640, 640, (128, 8)),
-              ("conv3", 256, 256, (128, 32))]  # fmt: skip
+GPU_ALIGNS = [("linear", 1024, 2048, 16384), ("conv3", 256, 256, (128, 32)), ("linear", 2048, 2048, 256),
+              ("conv3", 640, 640, (128, 8)), ("depthwise", 80, 512, (128, 14))]  # fmt: skip
 CPU = [
     ("linear", 784, 2048, 256), ("linear", 256, 256, 256), ("linear", 64, 64, 256), ("linear", 16, 16, 32),
     ("conv3", 32, 32, (8, 32)), ("conv3", 16, 16, (8, 32)), ("conv3", 128, 128, (8, 8)), ("conv1", 24, 144, (8, 28)),
@@ -55,12 +58,16 @@ def layer(kind: str, inputs: int, outputs: int, into: Any = None, out: Any = Non
     given = {k: v for k, v in (("in_slice", into), ("out_slice", out)) if v is not None}
     if kind == "linear":
         return (sliceout.nn.Linear if given else nn.Linear)(inputs, outputs, **given)
-    side = int(kind.removeprefix("conv"))
-    return (sliceout.nn.Conv2d if given else nn.Conv2d)(inputs, outputs, side, padding=side // 2, **given)
+    side, settings = (3, {"groups": inputs}) if kind == "depthwise" else (int(kind.removeprefix("conv")), {})
+    conv = sliceout.nn.Conv2d if given else nn.Conv2d
+    return conv(inputs, outputs, side, padding=side // 2, **settings, **given)
 
 
 def pair(kind: str, outer: int, size: int, hidden: Any = None) -> nn.Module:
-    return nn.Sequential(layer(kind, outer, size, out=hidden), nn.ReLU(), layer(kind, size, outer, into=hidden))
+    around = "conv1" if kind == "depthwise" else kind
+    between = [layer(kind, size, size, hidden, hidden), nn.ReLU()] if kind == "depthwise" else []
+    first, last = layer(around, outer, size, out=hidden), layer(around, size, outer, into=hidden)
+    return nn.Sequential(first, nn.ReLU(), *between, last)
 
 
 class Clock:
@@ -72,7 +79,9 @@ class Clock:
     def __call__(self, nets: list[nn.Module], outer: int, rows: Any) -> list[float]:
         """Milliseconds of each network: medians. On a CPU they take turns, so that other load falls on all alike."""
         steps = [self.step(net, outer, rows) for net in nets]
-        return [self.captured(step) for step in steps] if self.device.type == "cuda" else self.in_turns(steps)
+        if self.device.type == "cuda":
+            return [self.captured(step, net) for step, net in zip(steps, nets, strict=True)]
+        return self.in_turns(steps)
 
     def step(self, net: nn.Module, outer: int, rows: Any) -> Callable[[], None]:
         """Forward and backward on random numbers."""
@@ -111,17 +120,19 @@ class Clock:
                 found.append(1000 * (time.perf_counter() - start))
         raise AssertionError
 
-    def captured(self, step: Callable[[], None], inside: int = 5) -> float:
+    def captured(self, step: Callable[[], None], net: nn.Module, inside: int = 5) -> float:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), without_views():
             for _ in range(3):
                 step()
         torch.cuda.current_stream().wait_stream(side)
+        _free_workspaces()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph), without_views():
+        with tables.deferred(inside * _entries(net), self.device) as held, torch.cuda.graph(graph):  # noqa: F841
             for _ in range(inside):
                 step()
+        _free_workspaces()
         times = []
         end = time.perf_counter() + self.seconds
         graph.replay()
@@ -135,35 +146,55 @@ class Clock:
         return statistics.median(times)
 
 
-def measure(device: torch.device, dtype: str, seconds: float, deadline: float) -> dict[str, Any]:
-    clock = Clock(device, dtype, seconds)
-    cuda = device.type == "cuda"
-    load = os.getloadavg()[0]
-    aligns = []
-    for kind, outer, size, rows in GPU_ALIGNS if cuda else CPU_ALIGNS:
-        widths = {a: a * (size // 2 // a - 1 + size // 2 // a % 2) for a in ALIGNS}  # odd multiples: no finer ones
-        widths = {a: w for a, w in widths.items() if w > 0}
-        if time.monotonic() < deadline:
-            full, *found = clock([pair(kind, outer, w) for w in (size, *widths.values())], outer, rows)
-            for (align, width), ms in zip(widths.items(), found, strict=True):
-                about = {"kind": kind, "outer": outer, "size": size, "rows": rows, "align": align, "width": width}
-                aligns.append({**about, "ms": ms, "per_unit_of_full": ms / width * size / full})
-    pays = []
-    for kind, outer, size, rows in GPU if cuda else CPU:
-        slices = [s for s in (sliceout.Slice(size, rate) for rate in RATES) if s.width < size]
-        nets = [pair(kind, outer, size)]
-        nets += [net for s in slices for net in (pair(kind, outer, s.width), pair(kind, outer, size, s))]
+def measure(device: torch.device, dtype: str, seconds: float, deadline: float, path: Path) -> dict[str, Any]:
+    """Everything that can be measured before ``deadline``, into ``path``; a pair that fails is named in ``failed``."""
+    clock, cuda = Clock(device, dtype, seconds), device.type == "cuda"
+    data: dict[str, Any] = {
+        "kind": "payoff", "schema": 1, "machine": machine.describe(device), "device": device.type, "dtype": dtype,
+        "load_before": os.getloadavg()[0], "align": [], "pays": [], "failed": [],
+    }  # fmt: skip
+    pairs = [(_aligns, case) for case in (GPU_ALIGNS if cuda else CPU_ALIGNS)]
+    for about, case in [*pairs, *((_pays, case) for case in (GPU if cuda else CPU))]:
         if time.monotonic() > deadline:
+            print("time is up")
             break
-        full, *found = clock(nets, outer, rows)
-        for s, narrow, sliced in zip(slices, found[::2], found[1::2], strict=True):
-            about = {"kind": kind, "outer": outer, "size": size, "rows": rows, "rate": s.rate, "width": s.width}
-            pays.append({**about, "full_ms": full, "narrow_ms": narrow, "sliced_ms": sliced})
-            share = f"{sliced / full:.0%} of full, floor {narrow / full:.0%}"
-            print(f"{dtype} {kind} {outer}-{size} {rows} rate {s.rate}: {share}")
-    about = machine.describe(device)
-    return {"kind": "payoff", "schema": 1, "machine": about, "device": device.type, "dtype": dtype,
-            "load_before": load, "align": aligns, "pays": pays}  # fmt: skip
+        try:
+            found = about(clock, *case)
+        except Exception as error:  # the others are worth having
+            print(f"{dtype} {case} failed: {type(error).__name__}: {error}")
+            data["failed"].append({"case": case, "error": f"{type(error).__name__}: {error}"[:300]})
+            continue
+        data["align" if about is _aligns else "pays"] += found
+        path.write_text(json.dumps(data, indent=1) + "\n")
+    return data
+
+
+def _aligns(clock: Clock, kind: str, outer: int, size: int, rows: Any) -> list[dict[str, Any]]:
+    """Time per unit at widths that are multiples of each alignment, and of no coarser one."""
+    widths = {a: a * (size // 2 // a - 1 + size // 2 // a % 2) for a in ALIGNS}
+    widths = {a: w for a, w in widths.items() if w > 0}
+    full, *found = clock([pair(kind, outer, w) for w in (size, *widths.values())], outer, rows)
+    about = {"kind": kind, "outer": outer, "size": size, "rows": rows}
+    shares = [ms / width * size / full for width, ms in zip(widths.values(), found, strict=True)]
+    print(f"{clock.dtype} {kind} {outer}-{size} {rows} by align:", " ".join(f"{share:.0%}" for share in shares))
+    return [
+        {**about, "align": align, "width": width, "ms": ms, "per_unit_of_full": share}
+        for (align, width), ms, share in zip(widths.items(), found, shares, strict=True)
+    ]
+
+
+def _pays(clock: Clock, kind: str, outer: int, size: int, rows: Any) -> list[dict[str, Any]]:
+    slices = [s for s in (sliceout.Slice(size, rate) for rate in RATES) if s.width < size]
+    nets = [pair(kind, outer, size)]
+    nets += [net for s in slices for net in (pair(kind, outer, s.width), pair(kind, outer, size, s))]
+    full, *found = clock(nets, outer, rows)
+    out = []
+    for s, narrow, sliced in zip(slices, found[::2], found[1::2], strict=True):
+        about = {"kind": kind, "outer": outer, "size": size, "rows": rows, "rate": s.rate, "width": s.width}
+        out.append({**about, "full_ms": full, "narrow_ms": narrow, "sliced_ms": sliced})
+        share = f"{sliced / full:.0%} of full, floor {narrow / full:.0%}"
+        print(f"{clock.dtype} {kind} {outer}-{size} {rows} rate {s.rate}: {share}", flush=True)
+    return out
 
 
 # -- from measurements to the table that the library reads ------------------------------------------------------------
@@ -184,21 +215,17 @@ def best_align(rows: list[dict[str, Any]], tolerance: float = 0.03) -> int | Non
 def table(results: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, data in results:
-        out.setdefault(data["device"], {})[data["dtype"]] = {
+        entry = {
+            "dtype": data["dtype"],
             "file": name,
             "machine": data["machine"]["device"],
             "align": best_align(data["align"]),
             "pays": [
-                [
-                    r["kind"].rstrip("13"),
-                    r["size"],
-                    _rows(r["rows"]),
-                    r["rate"],
-                    round(r["sliced_ms"] / r["full_ms"], 3),
-                ]
+                [r["kind"], r["size"], _rows(r["rows"]), r["rate"], round(r["sliced_ms"] / r["full_ms"], 3)]
                 for r in data["pays"]
             ],
         }
+        out.setdefault(data["device"], []).append(entry)
     return out
 
 
@@ -239,10 +266,9 @@ def main() -> None:
         torch.set_float32_matmul_precision("highest" if dtype == "fp32" else "high")
         torch.backends.cudnn.allow_tf32 = dtype != "fp32"
         deadline = start + args.limit * (i + 1) / len(dtypes)
-        data = measure(device, dtype, seconds, deadline)
         gpu = torch.cuda.get_device_name().lower().removeprefix("nvidia ") if device.type == "cuda" else "cpu"
         path = args.out / f"{re.sub('[^a-z0-9]+', '-', gpu)}-{dtype}.json"
-        path.write_text(json.dumps(data, indent=1) + "\n")
+        data = measure(device, dtype, seconds, deadline, path)
         print(f"wrote {path}: best align {best_align(data['align'])}, load before {data['load_before']:.1f}")
 
 

@@ -14,7 +14,7 @@ import torch
 import sliceout
 from sliceout.lab import LabError, cli, models
 from sliceout.lab.bench import cases, files, match, page, run, show, worker
-from sliceout.lab.bench.cases import Case
+from sliceout.lab.bench.cases import Case, case_of
 from sliceout.lab.bench.floor import narrow_, widths
 from sliceout.lab.bench.work import build, step_of
 
@@ -93,6 +93,21 @@ def test_every_row_that_must_be_shown_has_its_references() -> None:
     assert wanted <= {c.model for c in found if c.scheme == "sliceout"}
 
 
+def test_what_must_be_shown_fits_into_one_call_of_the_device() -> None:
+    """By what cases took there: 8 s each to compile ahead (8 at a time), then 10 s compiled and 4 s otherwise."""
+    compiled = [c.compiled for c in cases.suite("h200-must")]
+    assert sum(8 + 10 if c else 4 for c in compiled) < 570 * 0.85
+
+
+def test_every_target_will_be_judged_by_the_suite_and_with_both_gradients_where_it_leaves_them_open() -> None:
+    rows = [row(c, 1.0, max_reserved=100) for c in cases.suite("h200-must")]
+    found = page.judged(rows)
+    assert len(found) == 11
+    for r in found:
+        assert None not in r["measured"].values(), r
+        assert r["others"] == ([] if r["model"].startswith(("mlp", "efficientnet")) else ["compact"]), r["model"]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [({"scheme": "dropout"}, "scheme 'dropout'"), ({"rate": 1.0}, "rate 1.0"), ({"mode": "fast"}, "mode 'fast'")],
@@ -156,11 +171,59 @@ def test_a_failed_case_is_shown_with_its_error() -> None:
     assert "| failed | out of memory |" in show.markdown(rows)
 
 
+def scaling(**wrong: float) -> list[dict[str, Any]]:
+    """Rows as the scaling suite measures them; ``wrong`` multiplies time or memory of the third MLP."""
+    rows = []
+    for case in cases.suite("scaling"):
+        kept = 1 - case.rate if case.scheme == "sliceout" else 1.0
+        width = 2048 if case.model == "mlp" else int(case.model.replace("x", "-").split("-")[-1])
+        rows.append(row(case, width * (1 + kept), max_reserved=int(width * (3 + kept) * 2**20)))
+    rows[2]["ms"] *= wrong.get("ms", 1)
+    rows[2]["max_reserved"] *= wrong.get("memory", 1)
+    return rows
+
+
 def test_scaling_is_judged_from_the_data() -> None:
-    falling = [row(replace(BASE, scheme="sliceout", rate=r), 10 - 5 * r, max_reserved=100) for r in (0.0, 0.5, 0.9)]
-    assert any("step time against rate is monotone, from" in n for n in show.scaling_notes(falling))
-    falling[1]["ms"] = 20.0
-    assert any("step time against rate is NOT monotone" in n for n in show.scaling_notes(falling))
+    notes = show.scaling_notes(scaling())
+    assert len(notes) == 12  # time and memory of two networks against the rate, of two with two schemes against width
+    assert all("is monotone, from" in n for n in notes)
+    assert "mlp sliceout compact: step time against rate is monotone, from 4096 ms at 0 to 2253 ms at 0.9." in notes
+    noisy = show.scaling_notes(scaling(ms=1.06, memory=1.3))
+    assert any("mlp sliceout compact: step time against rate is monotone up to 2% (largest" in n for n in noisy)
+    assert any("memory against rate is NOT monotone (largest step the wrong way: 26.7%, to 0.2)" in n for n in noisy)
+
+
+def test_curves_are_made_of_rows_that_differ_in_one_thing_only() -> None:
+    must = [row(c, 1.0) for c in cases.suite("h200-must")]
+    assert show.series(must, "rate") == show.series(must, "width") == {}
+    both = [row(replace(case_of(r), mode="eager"), r["ms"]) for r in scaling()]
+    assert len(show.series([*scaling(), *both], "rate")) == 4
+    assert all(len(points) == 10 for points in show.series([*scaling(), *both], "rate").values())
+
+
+def test_scaling_is_drawn_and_shown_on_the_page(tmp_path: Path, capsys) -> None:
+    path = write(tmp_path, scaling())
+    assert "![" not in page.page(tmp_path)
+    assert cli.main(["bench", "--table", str(path)]) == 0
+    assert "step time against width is monotone" in capsys.readouterr().out
+    picture = path.with_suffix(".png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 20_000
+    assert path.with_suffix(".svg").is_file()
+    text = page.page(tmp_path)
+    assert "](../results/bench/x.png)" in text
+    assert "- wrn-28 sliceout p=0.5: memory against width is monotone, from 7 MiB at 2 to 42 MiB at 12." in text
+    assert "up to 2% from one point to the next" in text
+
+
+@pytest.mark.slow
+def test_scaling_is_measured_and_drawn_where_there_is_no_gpu(tmp_path: Path, capsys) -> None:
+    words = ["mlp-2x64", "mlp-2x512", "mlp-2x2048", "--schemes", "sliceout", "--device", "cpu"]
+    assert (
+        cli.main(["bench", *words, "--batch", "64", "--seconds", "0.05", "--prepare", "3", "--out", str(tmp_path)]) == 0
+    )
+    assert "mlp-2 sliceout p=0.5: memory against width is monotone" in capsys.readouterr().out
+    assert len(list(tmp_path.glob("*.png"))) == 1
 
 
 # -- a larger batch at equal memory ------------------------------------------------------------------------------------
@@ -380,14 +443,55 @@ def test_the_page_is_what_the_command_makes_now() -> None:
 
 
 def test_the_page_says_what_was_met_and_what_was_missed(tmp_path: Path) -> None:
-    (tmp_path / "results" / "bench").mkdir(parents=True)
+    write(tmp_path, [])
     assert "Not measured yet" in page.page(tmp_path)
-    about = {"device": "X", "torch": "2", "date": "2026-01-01", "threads": 1, "cuda": "13"}
-    result = files.ResultFile(
-        tmp_path / "results" / "bench" / "x.json", {"machine": about, "revision": "r", "command": "c"}
-    )
     wide = Case("wrn-28-10", 128, "standard", mode="compiled")
-    for scheme, ms, memory in (("standard", 10.0, 1000), ("floor", 6.0, 600), ("sliceout", 6.12, 700)):
-        result.add(row(replace(wide, scheme=scheme), ms, max_reserved=memory))
+    found = [("standard", 10.0, 1000), ("floor", 6.0, 600), ("sliceout", 6.12, 700)]
+    write(tmp_path, [row(replace(wide, scheme=scheme), ms, max_reserved=memory) for scheme, ms, memory in found])
     text = page.page(tmp_path)
     assert "| 61.2%, met (at most 69.0%) | 102.0%, met (at most 102.5%) | 70.0%, **missed** (at most 66.0%) |" in text
+
+
+def test_a_target_is_judged_by_the_better_gradients_which_are_named(tmp_path: Path) -> None:
+    wide = Case("wrn-28-10", 128, "standard", mode="compiled")
+    sliced, compact = (replace(wide, scheme="sliceout", grads=g) for g in ("dense", "compact"))
+    rows = [row(wide, 10.0, max_reserved=1000), row(replace(wide, scheme="floor"), 6.0, max_reserved=600)]
+
+    def label(dense: tuple[float, int], small: tuple[float, int], **more: Any) -> tuple[str, list[str]]:
+        a = row(sliced, dense[0], max_reserved=dense[1])
+        b = row(compact, small[0], max_reserved=small[1])
+        (found,) = page.judged([*rows, a, {**b, **more}])
+        return found["grads"], found["others"]
+
+    assert label((6.12, 700), (6.11, 700)) == ("compact", ["dense"])  # equal misses: the faster one
+    assert label((6.12, 650), (6.11, 700)) == ("dense", ["compact"])  # meets the memory too
+    assert label((7.0, 700), (6.0, 600), error="out of memory") == ("dense", ["compact"])
+    write(tmp_path, [*rows, row(sliced, 7.0, max_reserved=650), row(compact, 6.0, max_reserved=650)])
+    assert "| wrn-28-10 b128, compiled, compact (better than dense) | 60.0%, met" in page.page(tmp_path)
+
+
+def write(folder: Path, rows: list[dict[str, Any]], name: str = "x.json") -> Path:
+    """A result file of a GPU under ``folder`` with these rows."""
+    (folder / "results" / "bench").mkdir(parents=True, exist_ok=True)
+    about = {"device": "X", "torch": "2", "date": "2026-01-01", "threads": 1, "cuda": "13"}
+    path = folder / "results" / "bench" / name
+    result = files.ResultFile(path, {"machine": about, "revision": "r", "command": "c"})
+    for r in rows:
+        result.add(r)
+    return path
+
+
+def test_what_circular_costs_beside_window_is_said(tmp_path: Path) -> None:
+    circular = Case("mlp", 256, "sliceout", mode="captured", grads="compact")
+    window = replace(circular, sampling="window")
+    rows = [row(circular, 0.2121, max_reserved=101), row(window, 0.21, max_reserved=100)]
+    write(tmp_path, [*rows, row(replace(window, grads="dense"), 1.0)])  # which has nothing beside it
+    text = page.page(tmp_path).split("## Circular and window")[1].split("##")[0]
+    assert "| mlp b256, captured, compact | 0.2121 (0.2121 to 0.2121) | 0.21 (0.21 to 0.21) | +1.0% | +1.0% |" in text
+    assert text.count("| mlp") == 1
+
+
+def test_what_the_process_held_at_first_stands_beside_the_steady_memory() -> None:
+    steady = row(BASE, 1.0, max_reserved=100 << 20, max_reserved_process=100 << 20)
+    assert "| 100 MiB |" in show.markdown([steady])
+    assert "| 100 MiB (164 at first) |" in show.markdown([{**steady, "max_reserved_process": 164 << 20}])

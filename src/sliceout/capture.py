@@ -70,6 +70,7 @@ class CapturedStep:
             optimizer.zero_grad(set_to_none=True)
             with torch.autocast("cuda", autocast or torch.bfloat16, enabled=autocast is not None, cache_enabled=False):
                 loss = loss_fn(model(*self.batch[:-1]), self.batch[-1])
+            _free_workspaces()  # each thread has its own: the backward's may take the memory of the forward's
             loss.backward()
             optimizer.step()
             return loss.detach()
@@ -82,13 +83,17 @@ class CapturedStep:
                 step()
             kept.restore()
         torch.cuda.current_stream().wait_stream(side)
-        self.graph = torch.cuda.CUDAGraph()
+        del kept  # the graph is to take its place, and that of the warm-up's gradients
+        optimizer.zero_grad(set_to_none=True)
+        _free_workspaces()
+        self.graph = torch.cuda.CUDAGraph()  # entering it gives back what is free now
         with (
             tables.deferred(_entries(model), self.batch[0].device) as self.tables,
             draws.paused(),
             torch.cuda.graph(self.graph),
         ):
             self.loss = step()
+        _free_workspaces()
         self.state = _State(optimizer)
         self.live = [s for family in draws.families_in(optimizer) for s in family]
         self.widths = [s.width if s.on else s.size for s in self.live]
@@ -128,6 +133,17 @@ def _check(model: nn.Module, optimizer: Optimizer, batch: tuple[Tensor, ...]) ->
         raise ValueError("LBFGS asks for the loss several times a step, which a graph cannot")
     if hasattr(model, "reducer"):
         raise ValueError("a DistributedDataParallel step cannot be captured here: its hooks run on the host")
+
+
+def _free_workspaces() -> None:
+    """Let go of what cuBLAS keeps for every thread and stream that ever multiplied: 32 MiB each on Hopper.
+
+    Those of the warm-up would stay for good. Those made while capturing lie in the graph's own memory, which nobody
+    else gets as long as the graph lives, so replays may go on using them; kept on, a later capture on the same stream
+    would write into this graph's. torch's graphs of compiled code do it too (``cudagraph_trees.clear_cublas_manager``).
+    """
+    if hasattr(torch._C, "_cuda_clearCublasWorkspaces"):
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def _entries(model: nn.Module) -> int:

@@ -19,6 +19,7 @@ from .nn.attention import attend_
 from .nn.base import Sliced
 from .nn.swap import plain_, slice_, sliced_class
 from .patching import patch_blocks_
+from .payoff import cannot_pay, default_align
 from .report import Cost, Report, Row, pattern, savings
 from .slices import Axis, Joint, Slice, Slices, width_of
 from .subset import Subset
@@ -42,6 +43,7 @@ def convert_(
     stages: int | None = None,
     paper_exclusions: bool = False,
     example_inputs: Any = None,
+    payoff: bool = True,
     seed: int = 0,
 ) -> Report:
     """Slice every layer of ``model`` that can be sliced, in place, and report what was done.
@@ -70,6 +72,9 @@ def convert_(
         paper_exclusions: leave out the first residual block and the last one of each stage, as the paper does.
         example_inputs: what the model is called with: a tensor, a tuple, or a dict of keyword arguments. Guessed if
             left out. The dry run computes nothing and leaves statistics and caches alone.
+        payoff: leave groups alone whose slices were measured not to save time on the kind of GPU that the model is on
+            (see :mod:`sliceout.payoff`): what was never measured is sliced. A model on the CPU loses no group: most
+            are converted there and trained elsewhere. Baselines leave out the same groups.
         seed: of the draws.
 
     Raises:
@@ -96,17 +101,24 @@ def convert_(
     recipes.arrange(model, groups, run.trace, attention=attention, stages=stages, paper_exclusions=paper_exclusions)
     modules = dict(model.named_modules())
     rates: dict[Group, float] = {}
+    where = _where(model)
+
+    def aligned(group: Group) -> int:
+        return default_align(group.size, *where) if align is None else align
+
     for group in groups:
         group.reason = group.reason or _filtered(group, filter, modules) or _frozen(group, modules)
         if group.reason is None:
-            rates[group], group.reason = _rate_of(group, rate, modules, align)
+            rates[group], group.reason = _rate_of(group, rate, modules, aligned(group))
+        if group.reason is None and payoff:
+            group.reason = _not_worth_it(group, rates[group], modules, aligned(group), *where)
     part_together(groups)
     recipes.choose(groups)
     part_together(groups)
 
     def make(group: Group) -> Slice:
         read = not {m.role for m in group.members} <= {"out", "qk"}  # the temperature, not a norm, follows q and k
-        settings: dict[str, Any] = {"norm": norm if read else "none", "align": align, "seed": seed}
+        settings: dict[str, Any] = {"norm": norm if read else "none", "align": aligned(group), "seed": seed}
         settings["fold"] = "consumer" if group.contracted or group.partner else fold  # fused: q, k and v alike
         if scheme == "controlled":
             return Subset(group.size, rates[group], **settings)
@@ -257,6 +269,46 @@ def _rate_of(group: Group, rate: Rate, modules: dict[str, Any], align: int | Non
     if width == 1:  # would broadcast against anything: the dry run could not tell a right from a wrong use
         return value, f"rate {value} keeps a single one of {group.size} units: choose a lower rate for it"
     return value, None
+
+
+def _where(model: nn.Module) -> tuple[torch.device, torch.dtype | None]:
+    """Where the model is, and the dtype of its products as far as it is known: autocast may be yet to come."""
+    first = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if first is None:
+        return torch.device("cpu"), None
+    kind = first.device.type
+    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
+        return first.device, torch.get_autocast_dtype(kind)
+    return first.device, None if first.dtype is torch.float32 else first.dtype
+
+
+def _not_worth_it(
+    group: Group,
+    rate: float,
+    modules: dict[str, nn.Module],
+    align: int,
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> str | None:
+    """What was measured against slicing this group; ``None`` if anything was for it, or nothing was measured."""
+    if device.type != "cuda":
+        return None
+    kinds = {_kind_of(modules[m.module]) for m in group.members if m.role != "unit"}
+    if "depthwise" in kinds:  # it was measured between the two that it stands between
+        kinds = {"depthwise"}
+    times = max((m.blocks * m.inner for m in group.members if m.role == "out"), default=1)  # heads have units each
+    width, _ = width_of(group.size, rate, align)
+    reasons = [cannot_pay(kind, group.size * times, width * times, device, dtype) for kind in sorted(kinds)]
+    return None if None in reasons else next(iter(reasons), None)
+
+
+def _kind_of(layer: Any) -> str:
+    """As the measurements call it."""
+    if not hasattr(layer, "in_channels"):
+        return "linear"
+    if layer.groups > 1:
+        return "depthwise" if layer.groups == layer.in_channels else "grouped"
+    return "conv1" if set(layer.kernel_size) == {1} else "conv3"
 
 
 def _filtered(group: Group, filter: Filter, modules: dict[str, nn.Module]) -> str | None:

@@ -53,7 +53,7 @@ def cannot_pay(
     """Why slicing ``size`` units down to ``width`` was measured not to save time; ``None`` if it may.
 
     Args:
-        kind: ``"linear"`` or ``"conv"``.
+        kind: ``"linear"``, ``"conv1"`` (1x1), ``"conv3"`` (wider kernels) or ``"depthwise"`` (between two 1x1).
         size, width: units of the group, and how many of them are kept.
         device: where the model lives.
         dtype: of its products: that of autocast, or of the weights. Left out, any of those measured may pay.
@@ -91,10 +91,16 @@ def _near(a: float, b: float) -> bool:
 
 
 def _entries(device: torch.device, dtype: torch.dtype | None) -> list[dict[str, Any]]:
-    """What was measured on this kind of device; on a GPU, in the precision that ``dtype`` means there."""
-    by_name = _table().get(device.type, {})
-    wanted = _NAMES.get(dtype) if dtype is not None and device.type == "cuda" else None
-    return [entry for name, entry in by_name.items() if wanted in (None, name)]
+    """What was measured on this kind of device; of GPUs, on this model of them and in the precision ``dtype`` means."""
+    found = _table().get(device.type, [])
+    if device.type != "cuda":
+        return found
+    wanted = set(_NAMES.values()) if dtype is None else {_NAMES.get(dtype)}
+    return [e for e in found if e["machine"] == _gpu(device) and e["dtype"] in wanted]
+
+
+def _gpu(device: torch.device) -> str | None:
+    return torch.cuda.get_device_name(device) if torch.cuda.is_available() else None
 
 
 @functools.cache

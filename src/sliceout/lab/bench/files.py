@@ -51,16 +51,18 @@ class ResultFile:
         self.save()
 
     def save(self) -> None:
-        """Atomically: a kill leaves the old file or the new one."""
-        for path, text in (
-            (self.path, json.dumps(self.data, indent=1) + "\n"), (self.path.with_suffix(".csv"), as_csv(self.rows)),
-        ):  # fmt: skip
-            try:
-                temporary = path.with_name(path.name + ".part")
-                temporary.write_text(text)
-                os.replace(temporary, path)
-            except OSError as error:
-                raise LabError(f"{path}: cannot be written ({error.strerror})") from error
+        put(self.path, json.dumps(self.data, indent=1) + "\n")
+        put(self.path.with_suffix(".csv"), as_csv(self.rows))
+
+
+def put(path: Path, text: str) -> None:
+    """Write atomically: a kill leaves the old file or the new one."""
+    try:
+        temporary = path.with_name(path.name + ".part")
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise LabError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def read(path: Path) -> dict[str, Any]:

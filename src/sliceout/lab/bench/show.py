@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from .cases import case_of
+from .cases import Case, case_of
 from .files import compared
 
 HEADINGS = (
@@ -63,11 +64,19 @@ def cells(row: dict[str, Any]) -> list[str]:
         _percent(row["of_standard"]) + star,
         _percent(row["of_floor"], 1),
         _percent(row["paper_time"]),
-        "" if memory is None else f"{memory / 2**20:,.0f} MiB" + ("" if row["max_reserved"] else " (allocated)"),
+        "" if memory is None else f"{memory / 2**20:,.0f} MiB" + _beside(row),
         _percent(row["memory_of_standard"]) + star,
         _percent(row["paper_memory"]),
         "" if row["flops"] is None else f"{row['flops'] / 1e9:,.1f}",
     ]
+
+
+def _beside(row: dict[str, Any]) -> str:
+    """What else is to be said of the memory: what the process had reserved at its highest, warm-up included."""
+    if not row["max_reserved"]:
+        return " (allocated)"
+    process = row.get("max_reserved_process") or 0
+    return f" ({process / 2**20:,.0f} at first)" if process > row["max_reserved"] else ""
 
 
 def match_table(entries: list[dict[str, Any]]) -> Table:
@@ -125,25 +134,40 @@ def _percent(value: float | None, digits: int = 0) -> str:
 
 # -- scaling -----------------------------------------------------------------------------------------------------------
 
+TOLERANCE = 0.02
+"""By how much a curve may go the wrong way from one point to the next and still count as monotone: it is noise."""
 
-def series(rows: Iterable[dict[str, Any]], along: str) -> dict[str, list[tuple[float, dict[str, Any]]]]:
-    """Curves of the scaling suite: rows by network and scheme, along ``"rate"`` or ``"width"``."""
-    found: dict[str, list[tuple[float, dict[str, Any]]]] = {}
-    good = [r for r in rows if r["error"] is None]
-    for row in good:
-        family, _, width = row["model"].rpartition("x" if row["model"].startswith("mlp-") else "-")
-        if along == "rate":
-            if row["scheme"] == "sliceout":
-                found.setdefault(f"{row['model']}, {row['grads']} gradients", []).append((row["rate"], row))
-        elif width.isdigit() and row["rate"] in (0.0, 0.5):
-            found.setdefault(f"{family} {row['scheme']}", []).append((float(width), row))
-    return {k: sorted(v, key=lambda pair: pair[0]) for k, v in found.items() if len(v) > 2}
+Points = list[tuple[float, dict[str, Any]]]
 
 
-def monotone(values: Sequence[float], rising: bool, tolerance: float) -> bool:
-    """Whether each value is on the right side of the one before, up to ``tolerance`` (a fraction of it)."""
+def series(rows: Iterable[dict[str, Any]], along: str) -> dict[str, Points]:
+    """Curves of the scaling suite along ``"rate"`` or ``"width"``: rows that differ in nothing else, three at least."""
+    found: dict[Case, Points] = {}
+    for row in (r for r in rows if r["error"] is None):
+        case = case_of(row)
+        if along == "rate" and case.scheme == "sliceout":
+            found.setdefault(replace(case, rate=0.0), []).append((case.rate, row))
+        elif along == "width":
+            family, _, width = case.model.rpartition("x" if case.model.startswith("mlp-") else "-")
+            if width.isdigit():
+                found.setdefault(replace(case, model=family), []).append((float(width), row))
+    curves = {k: sorted(v, key=lambda pair: pair[0]) for k, v in found.items() if len({x for x, _ in v}) > 2}
+    names = {case: _curve_name(case, along) for case in curves}
+    several = {n for n in names.values() if list(names.values()).count(n) > 1}
+    how = {c: f", b{c.batch} {c.mode} {c.precision} {c.sampling}" if names[c] in several else "" for c in curves}
+    return {names[case] + how[case]: points for case, points in curves.items()}
+
+
+def _curve_name(case: Case, along: str) -> str:
+    if along == "width":
+        return f"{case.model} {case.label}"
+    return f"{case.model} {case.scheme}" + (f" {case.grads}" if case.grads != "dense" else "")
+
+
+def monotone(values: Sequence[float], rising: bool) -> tuple[float, int]:
+    """The largest step the wrong way, as a fraction of the value before it, and where it leads; 0 if there is none."""
     sign = 1 if rising else -1
-    return all(sign * (b - a) >= -tolerance * a for a, b in pairwise(values))
+    return max((sign * (a - b) / a, i) for i, (a, b) in enumerate([(1.0, 1.0), *pairwise(values)]))
 
 
 def scaling_notes(rows: list[dict[str, Any]]) -> list[str]:
@@ -151,50 +175,56 @@ def scaling_notes(rows: list[dict[str, Any]]) -> list[str]:
     notes = []
     for along in ("rate", "width"):
         for name, points in series(rows, along).items():
-            for key, what in (("ms", "step time"), ("max_reserved", "memory")):
-                values = [row[key] for _, row in points]
-                if None in values:
-                    continue
-                if monotone(values, along == "width", 0.0):
-                    how = "is monotone"
-                elif monotone(values, along == "width", 0.02):
-                    how = "is monotone up to 2 %"
-                else:
-                    how = "is NOT monotone"
+            for key, what in (("ms", "step time"), ("memory", "memory")):
+                values = [_value(row, key) for _, row in points]
+                wrong, at = monotone(values, along == "width")
+                how = "is monotone" if wrong <= TOLERANCE else "is NOT monotone"
+                if wrong > 0:
+                    limit = f" up to {TOLERANCE:.0%}" if wrong <= TOLERANCE else ""
+                    how += f"{limit} (largest step the wrong way: {wrong:.1%}, to {points[at][0]:g})"
                 ends = f"{_point(points[0], key)} to {_point(points[-1], key)}"
                 notes.append(f"{name}: {what} against {along} {how}, from {ends}.")
     return notes
 
 
+def _value(row: dict[str, Any], key: str) -> float:
+    """Milliseconds, or bytes: reserved on a GPU, the peak of live tensors elsewhere."""
+    return row["ms"] if key == "ms" else row["max_reserved"] or row["max_allocated"]
+
+
 def _point(point: tuple[float, dict[str, Any]], key: str) -> str:
-    value = point[1][key]
+    value = _value(point[1], key)
     return (f"{_milliseconds(value)} ms" if key == "ms" else f"{value / 2**20:,.0f} MiB") + f" at {point[0]:g}"
 
 
 def plot(rows: list[dict[str, Any]], title: str, path: Path) -> list[Path]:
-    """Step time and memory against rate and width, each curve in percent of its first or widest point; PNG and SVG."""
+    """Step time above memory, against the rate in percent of the lowest rate, and against each kind of width."""
     from matplotlib import pyplot as plt
 
+    curves = [("rate", "rate", series(rows, "rate"))] if series(rows, "rate") else []
+    for family in dict.fromkeys(name.split()[0] for name in series(rows, "width")):
+        chosen = {n: points for n, points in series(rows, "width").items() if n.split()[0] == family}
+        what = "units of a layer" if family.startswith("mlp") else "width"
+        curves.append(("width", f"{family}: {what}", dict(sorted(chosen.items(), reverse=True))))  # standard first
     with plt.rc_context({"axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "sliceout"}):
-        figure, axes = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")
-        for row, along in enumerate(("rate", "width")):
-            for column, (key, what) in enumerate((("ms", "step time, ms"), ("max_reserved", "max reserved, MiB"))):
-                ax = axes[row][column]
-                for name, points in series(rows, along).items():
-                    values = [r[key] or r["max_allocated"] for _, r in points]
-                    scale = 1.0 if key == "ms" else 2.0**20
-                    ax.plot([x for x, _ in points], [v / scale for v in values], marker="o", markersize=4, label=name)
-                ax.set_xlabel("rate" if along == "rate" else "width (units of an MLP layer; widening of a WRN)")
-                ax.set_ylabel(what)
-                ax.set_yscale("log")
-                if along == "width":
-                    ax.set_xscale("log", base=2)
-                ax.grid(alpha=0.25, which="both")
-                if ax.lines:
-                    ax.legend(frameon=False, fontsize=8)
+        size = (max(4.4 * len(curves), 8.8), 6.4)  # the title needs some
+        figure, axes = plt.subplots(2, len(curves), figsize=size, layout="constrained", squeeze=False)
+        for column, (along, xlabel, lines) in enumerate(curves):
+            for ax, (key, what, unit) in zip(axes[:, column], _AXES, strict=True):
+                for name, points in lines.items():
+                    values = [_value(r, key) for _, r in points]
+                    by = values[0] / 100 if along == "rate" else 2.0**20 if key == "memory" else 1.0
+                    ax.plot([x for x, _ in points], [v / by for v in values], marker="o", markersize=4, label=name)
+                ax.set(xlabel=xlabel, ylabel=f"{what}, {'% of the lowest rate' if along == 'rate' else unit}")
+                ax.set_ylim(0, None)
+                ax.grid(alpha=0.25)
+                ax.legend(frameon=False, fontsize=8)
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)
         written = [path.with_suffix(".png"), path.with_suffix(".svg")]
         for target in written:
             figure.savefig(target, dpi=130, metadata={"Date": None} if target.suffix == ".svg" else None)
         plt.close(figure)
     return written
+
+
+_AXES = (("ms", "step time", "ms"), ("memory", "memory", "MiB"))

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from .. import energy
+from . import where
 from .cases import case_of
-from .work import Work, build, set_precision, step_of
+from .work import Work, build, set_precision, step_of, tune
 
 WARMUP = 10
 STEADY = 3
@@ -41,17 +42,22 @@ def main() -> None:
         set_precision(case.precision)
         work = build(case, device)
         row["parameters"] = sum(p.numel() for p in work.net.parameters())
-        timed = not task.get("compile_only") and task.get("within") is None
+        timed = not any(task.get(k) for k in ("compile_only", "profile")) and task.get("within") is None
         row["flops"] = count_flops(work) if timed else None
         print(json.dumps({"ready": True}), file=out, flush=True)
         if not sys.stdin.readline():  # the parent is gone
             return
         torch.backends.cudnn.benchmark = True
+        if task.get("tune_first") and not task.get("compile_only"):
+            tune(work, case.batch)
+            release(work)
         if task.get("compile_only"):
             step = step_of(work, case.batch)
             step(), step(), step()
         elif task.get("within") is not None:
             row.update(largest_batch(work, task["within"]))
+        elif task.get("profile"):
+            row.update(where.look(work, case.batch))
         else:
             row.update(measure(step_of(work, case.batch), work, task["seconds"]))
     except torch.OutOfMemoryError as error:
@@ -78,7 +84,7 @@ def count_flops(work: Work) -> int | None:
         print(f"FLOPs were not counted: {type(error).__name__}: {error}")
         return None
     finally:
-        work.net.zero_grad(set_to_none=True)
+        release(work)  # cuBLAS would keep workspaces for this pass, and they would count as the step's
     return counter.get_total_flops() * work.case.batch // size
 
 

@@ -46,14 +46,21 @@ def command(
     match_memory: Annotated[
         bool, typer.Option("--match-memory", help="Also find SliceOut's largest batch in standard dropout's memory.")
     ] = False,
+    profile: Annotated[
+        bool,
+        typer.Option("--profile", help="Instead of timing: where time and memory go, kind by kind (results/profile)."),
+    ] = False,
+    tune_first: Annotated[
+        bool, typer.Option("--tune-first", help="Let cuDNN choose its algorithms in an eager pass, before compiling.")
+    ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     seconds: Annotated[float, typer.Option(help="Seconds of timed steps in each case.")] = 1.2,
     prepare: Annotated[int, typer.Option(help="Workers that start up side by side; one at a time is timed.")] = 0,
     prefill: Annotated[int, typer.Option(help="First compile all cases, so many at a time, into the disk cache.")] = 0,
     limit: Annotated[float, typer.Option(help="Seconds after which nothing more is started.")] = 24 * 3600,
-    out: Annotated[Path, typer.Option(help="Folder of the result files; cases that are there are skipped.")] = Path(
-        "results/bench"
-    ),
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the results: results/bench. Cases that are there are skipped.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="End of the file's name; the suite's name by default.")] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Measure cases again that failed.")] = False,
     revision: Annotated[str | None, typer.Option(help="Git revision to record where there is no repository.")] = None,
@@ -103,13 +110,20 @@ def command(
         raise LabError("--modes captured: CUDA graphs need a GPU; try --modes eager,compiled")
     if match_memory and not {"sliceout"} < {c.scheme for c in chosen if c.scheme in ("none", "standard", "sliceout")}:
         raise LabError("--match-memory compares SliceOut with standard dropout: --schemes standard,sliceout")
+    if profile and match_memory:
+        raise LabError("--profile times nothing: it does not go with --match-memory")
+    out = out or Path("results") / ("profile" if profile else "bench")
     make_folder(out)
-    _measure(console, chosen, kind, match_memory, seconds, prepare, prefill, limit, out, name or suite, retry, revision)
+    how = (seconds, prepare, prefill, tune_first, limit, out, name or suite, revision)
+    if profile:
+        _profile(console, chosen, kind, *how)
+    else:
+        _measure(console, chosen, kind, match_memory, retry, *how)
 
 
 def _measure(
-    console: Any, chosen: list[Any], kind: str, match_memory: bool, seconds: float, prepare: int, prefill: int,
-    limit: float, out: Path, name: str | None, retry: bool, revision: str | None,
+    console: Any, chosen: list[Any], kind: str, match_memory: bool, retry: bool, seconds: float, prepare: int,
+    prefill: int, tune_first: bool, limit: float, out: Path, name: str | None, revision: str | None,
 ) -> None:  # fmt: skip
     import torch
 
@@ -124,9 +138,8 @@ def _measure(
     if retry:
         result.forget_failed()
     missing = [c for c in chosen if not result.has(c)]
-    task = {"device": kind, "seconds": seconds, "threads": 2 if kind == "cuda" else torch.get_num_threads()}
-    cache = Path(tempfile.gettempdir()) / f"sliceout-bench-{os.getuid()}"
-    cache.mkdir(exist_ok=True)
+    task = _task(kind, seconds, tune_first)
+    cache = _cache()
     say = lambda text: console.print(f"[{limit - deadline + time.monotonic():5.0f} s] {text}", soft_wrap=True)  # noqa: E731
     say(f"{len(missing)} of {len(chosen)} cases to measure, into {path}")
     if prefill and any(c.compiled for c in missing):
@@ -151,6 +164,49 @@ def _measure(
         raise LabError(
             f"{len(failed)} of {len(chosen)} cases failed, the first with: {first} (--retry tries them again)"
         )
+
+
+def _profile(
+    console: Any, chosen: list[Any], kind: str, seconds: float, prepare: int, prefill: int, tune_first: bool,
+    limit: float, out: Path, name: str | None, revision: str | None,
+) -> None:  # fmt: skip
+    import json
+
+    import torch
+
+    from ..bench import files, run, where_page
+
+    deadline = time.monotonic() + limit
+    device = torch.device(kind)
+    path = files.path_for(out, chosen, device, name)
+    data: dict[str, Any] = {"kind": "profile", "schema": 1, "tuned_first": tune_first, "cases": []}
+    data |= files.header(device, shlex.join(["sliceout", *sys.argv[1:]]), revision)
+    task = {**_task(kind, seconds, tune_first), "profile": True}
+    if prefill:
+        run.prefill(chosen, task, cache=_cache(), workers=prefill, deadline=deadline)
+    workers = prepare or (8 if kind == "cuda" else 1)
+    for _, row in run.run_cases(chosen, task, cache=_cache(), prepare=workers, deadline=deadline):
+        data["cases"].append(row)
+        files.put(path, json.dumps(data, indent=1) + "\n")
+        console.print(f"{row['model']} {row['mode']} {row['scheme']}: {row['error'] or 'profiled'}", soft_wrap=True)
+    for line in where_page.tables(data["cases"]):
+        console.print(line, soft_wrap=True, markup=False)
+    console.print(f"Numbers: {path}", soft_wrap=True)
+    if failed := [r["error"] for r in data["cases"] if r["error"]]:
+        raise LabError(f"{len(failed)} of {len(chosen)} cases failed, the first with: {failed[0]}")
+
+
+def _task(kind: str, seconds: float, tune_first: bool) -> dict[str, Any]:
+    import torch
+
+    threads = 2 if kind == "cuda" else torch.get_num_threads()
+    return {"device": kind, "seconds": seconds, "threads": threads, "tune_first": tune_first}
+
+
+def _cache() -> Path:
+    cache = Path(tempfile.gettempdir()) / f"sliceout-bench-{os.getuid()}"
+    cache.mkdir(exist_ok=True)
+    return cache
 
 
 def _check(models: list[str], batch: str, **sizes: int | None) -> None:

@@ -129,6 +129,7 @@ def _convert(model: nn.Module, config: dict[str, Any], feed: Any, seed: int) -> 
         return
     x = feed.inputs_like()[0][:2].cpu().contiguous()
     settings: dict[str, Any] = {"scheme": scheme, "seed": seed, "example_inputs": x, "align": config["align"]}
+    settings["payoff"] = False  # an experiment is the same one on every machine
     settings |= {k: config[k] for k in ("sampling", "norm", "stages", "attention") if config[k] is not None}
     if config["exclusions"]:
         settings["paper_exclusions"] = True
