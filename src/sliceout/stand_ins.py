@@ -62,6 +62,11 @@ def renew_all(model: nn.Module) -> None:
             renew(layer)
 
 
+def left_out(state: Any) -> dict[str, Any]:
+    """The state of a layer without them: a copy makes its own."""
+    return {key: value for key, value in state.items() if key != "_stand_ins"}
+
+
 def _may_be_stood_for(p: Tensor) -> bool:
     plain = type(p) is nn.Parameter and p.is_floating_point() and not p.is_meta
     watched = p._backward_hooks or not all(is_ours(h) for h in (p._post_accumulate_grad_hooks or {}).values())

@@ -67,8 +67,7 @@ class Sliced:
         stand_ins.renew(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        state: Any = super().__getstate__()
-        return {key: value for key, value in state.items() if key != "_stand_ins"}
+        return stand_ins.left_out(super().__getstate__())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         from .swap import _made, _rebuild
@@ -80,7 +79,7 @@ class Sliced:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo[id(self)] = type(self).__new__(type(self))  # as parametrized layers do it, which refuse to pickle
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        copied.__setstate__(copy.deepcopy(stand_ins.left_out(self.__dict__), memo))
         return copied
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
