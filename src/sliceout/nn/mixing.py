@@ -23,14 +23,15 @@ class _Mixing(Sliced):
 
     def _small(self, out: Axis | None, into: Axis | None, like: Tensor) -> tuple[Tensor, Tensor | None]:
         """The kept part of weight and bias, normalisation included, in the dtype the product will run in."""
-        dtype = None if self.weight.dtype == torch.float64 else _autocast_dtype(like)  # autocast leaves float64 alone
+        full_weight, full_bias = self.weight, self.bias  # once: a module finds its parameters slowly
+        dtype = None if full_weight.dtype == torch.float64 else _autocast_dtype(like)  # autocast leaves float64 alone
         scale_out = out is not None and out.slice.fold == "producer"
         scale_in = into is not None and into.slice.fold == "consumer"
         if self.transposed:
-            weight = take(self.weight, into, out, scale_rows=scale_in, scale_cols=scale_out, dtype=dtype)
+            weight = take(full_weight, into, out, scale_rows=scale_in, scale_cols=scale_out, dtype=dtype)
         else:
-            weight = take(self.weight, out, into, scale_rows=scale_out, scale_cols=scale_in, dtype=dtype)
-        bias = None if self.bias is None else take(self.bias, out, scale_rows=scale_out, dtype=dtype)
+            weight = take(full_weight, out, into, scale_rows=scale_out, scale_cols=scale_in, dtype=dtype)
+        bias = None if full_bias is None else take(full_bias, out, scale_rows=scale_out, dtype=dtype)
         return weight, bias
 
 
@@ -101,6 +102,7 @@ class _Conv(_Mixing):
     in_channels: int
     out_channels: int
     groups: int
+    kernel_size: tuple[int, ...]
 
     def bind(self, axes: dict[str, Axis]) -> None:
         _check_size(self, axes.get("in"), self.in_channels, "in_channels")
@@ -116,7 +118,7 @@ class _Conv(_Mixing):
 
     def _parts(self, x: Tensor) -> tuple[Tensor, Tensor | None, int] | None:
         """Weight, bias and groups of this call; ``None`` if nothing is sliced."""
-        into, groups = self._arrived("in", x.shape[1 - self.weight.dim()]), self.groups  # there may be no batch
+        into, groups = self._arrived("in", x.shape[-1 - len(self.kernel_size)]), self.groups  # there may be no batch
         if groups > 1 and _whole_groups(self.axes, groups):
             if into is None:
                 return None

@@ -29,20 +29,20 @@ class _BatchNorm(Sliced):
         if axis is None:
             return super().forward(x)  # type: ignore[misc]
         self._check_input_dim(x)  # type: ignore[attr-defined]
-        mean, var, momentum = self.running_mean, self.running_var, self.momentum
-        if self.training and self.num_batches_tracked is not None:
+        mean, var, tracked, momentum = self.running_mean, self.running_var, self.num_batches_tracked, self.momentum
+        if self.training and tracked is not None:
             if momentum is None:
                 raise ValueError(
                     "momentum=None (a cumulative average) needs every channel in every batch: "
                     "call sliceout.off_(model) before you re-estimate batch-norm statistics"
                 )
-            self.num_batches_tracked.add_(1)
-        if mean is not None and var is not None:
-            mean, var = take_to_change((mean, var), axis)
+            tracked.add_(1)
+        kept_mean, kept_var = (None, None) if mean is None or var is None else take_to_change((mean, var), axis)
         weight, bias = (None if p is None else take(p, axis) for p in (self.weight, self.bias))  # type: ignore[attr-defined]
-        y = F.batch_norm(x, mean, var, weight, bias, self.training or mean is None, momentum or 0.0, self.eps)  # type: ignore[attr-defined]
+        training = self.training or mean is None
+        y = F.batch_norm(x, kept_mean, kept_var, weight, bias, training, momentum or 0.0, self.eps)  # type: ignore[attr-defined]
         if self.training and mean is not None and var is not None:
-            store_((self.running_mean, self.running_var), (mean, var), axis)  # type: ignore[arg-type]
+            store_((mean, var), (kept_mean, kept_var), axis)  # type: ignore[arg-type]
         return y
 
 

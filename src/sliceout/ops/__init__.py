@@ -125,10 +125,10 @@ def _take_parts(full: Tensor, rows: Any, cols: Any, **settings: Any) -> Tensor:
 def take_to_change(fulls: Sequence[Tensor], rows: Axis | Joint) -> tuple[Tensor, ...]:
     """:func:`take` of vectors that get no gradient and will be written to: in eager code, where it can be, in place."""
     if not hasattr(rows, "parts") and not reference.is_table(rows.slice.start) and by_views(fulls[0]):
-        cut = rows.slice.start_on_host, rows.geometry
-        if views.is_one_rectangle(cut, views.WHOLE):
-            return tuple(views.take(full, cut, views.WHOLE) for full in fulls)
-    return tuple(take(full, rows) for full in fulls)
+        kept = views.one_run(rows.slice.start_on_host, rows.geometry)
+        if kept is not None:
+            return tuple([full[kept] for full in fulls])
+    return tuple([take(full, rows) for full in fulls])
 
 
 def store_(fulls: Sequence[Tensor], smalls: Sequence[Tensor], rows: Axis | Joint) -> None:
@@ -150,9 +150,8 @@ def store_(fulls: Sequence[Tensor], smalls: Sequence[Tensor], rows: Axis | Joint
         if views._transformed():  # its views do not show their base, and a tensor must not be copied onto itself
             pairs = [(full, small.clone()) for full, small in pairs]
         apart = [(full, small) for full, small in pairs if small._base is not full]  # a view has written through
-        both = [r for full, small in apart for r in views.rectangles(full, small, (rows.slice.start_on_host, geometry))]
-        if both:
-            torch._foreach_copy_([target for target, _ in both], [source for _, source in both])
+        if apart:
+            views.store_([f for f, _ in apart], [s for _, s in apart], (rows.slice.start_on_host, geometry))
     else:
         for full, small in pairs:
             torch.ops.sliceout.store_(full, small, start, geometry)
