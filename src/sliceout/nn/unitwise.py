@@ -38,7 +38,8 @@ class _BatchNorm(Sliced):
                 )
             tracked.add_(1)
         kept_mean, kept_var = (None, None) if mean is None or var is None else take_to_change((mean, var), axis)
-        weight, bias = (None if p is None else take(p, axis) for p in (self.weight, self.bias))  # type: ignore[attr-defined]
+        weight, bias = self.weight, self.bias  # type: ignore[attr-defined]
+        weight, bias = None if weight is None else take(weight, axis), None if bias is None else take(bias, axis)
         training = self.training or mean is None
         y = F.batch_norm(x, kept_mean, kept_var, weight, bias, training, momentum or 0.0, self.eps)  # type: ignore[attr-defined]
         if self.training and mean is not None and var is not None:

@@ -114,7 +114,6 @@ class Form:
 
     def __init__(self, full: Tensor, note: Note) -> None:
         axes = note.rows, note.cols
-        self.axes = [None if a is None else weakref.ref(a) for a in axes]
         self.starts = [s.start for s in note.slices]
         self.widths = [s.width for s in note.slices]
         self.shape, self.strides, self.full_dtype = full.shape, full.stride(), full.dtype
@@ -200,7 +199,7 @@ class Plan:
         self.notes = {key: note for key, note in alive if note.used > self.round - FORGET}
         together = [note for note in self.notes.values() if not note.alone]
         limit = PORTION if torch.distributed.is_available() and torch.distributed.is_initialized() else math.inf
-        self.portions, self.ready, self.kept = [], ({}, {}), {}
+        self.portions, self.kept = [], {}
         open_portion: dict[Any, tuple[int, float]] = {}
         for note in together:
             full = note.full()
@@ -236,7 +235,7 @@ class Plan:
                 notes.append(note)
                 fulls.append(full)
         batch = self.kept.pop(at, None)
-        if batch is None or not batch.serves(notes, fulls):
+        if batch is None or not batch.serves(fulls):
             batch = None  # gives its memory back first
             batch = Batch(notes, fulls)
         kinds = [tracking and full.requires_grad for full in fulls]
@@ -252,8 +251,8 @@ class Plan:
 class Batch:
     """Slices that are fetched in one launch, and the memory they are put in.
 
-    Whoever asks is given other tensors over that memory, each with a version of its own. As long as one of them is
-    alive, the memory has more users than at first.
+    Whoever asks is given other tensors over that memory; as long as one of them is alive, it has more users than at
+    first.
     """
 
     used = -1  # the round it served last
@@ -261,7 +260,7 @@ class Batch:
     def __init__(self, notes: list[Note], fulls: list[Tensor]) -> None:
         from . import many
 
-        self.notes, self.looks = notes, _looks(fulls)
+        self.looks = _looks(fulls)
         self.shapes = Shapes(notes, fulls)
         self.cuts = [(s, s.start, s.width) for s in _slices(notes)]
         self.settled = _users is not None and all(form.readable for form in self.shapes.forms)
@@ -286,11 +285,10 @@ class Batch:
         self.cells = [s._cdata for s in self.storages]
         self.unused = self.users()
 
-    def serves(self, notes: list[Note], fulls: list[Tensor]) -> bool:
-        """Whether it would be the same if it were made anew, and nobody else has its memory."""
+    def serves(self, fulls: list[Tensor]) -> bool:
+        """Whether it would be the same if it were made anew for its portion, and nobody else has its memory."""
         return (
-            notes == self.notes
-            and _looks(fulls) == self.looks
+            _looks(fulls) == self.looks
             and all(s.start is start and s.width == width for s, start, width in self.cuts)
             and self.users() == self.unused
         )
@@ -323,13 +321,27 @@ class Shapes:
     def __init__(self, notes: list[Note], fulls: list[Tensor]) -> None:
         self.forms = [note.form(full) for note, full in zip(notes, fulls, strict=True)]
         slices = _slices(notes)
+        axes = list(dict.fromkeys(a for note in notes for a in (note.rows, note.cols) if a is not None))
         self.slices = [weakref.ref(s) for s in slices]
-        self.cut_by = [[slices.index(s) for s in note.slices] for note in notes]
+        self.axes = [(weakref.ref(a), slices.index(a.slice), tuple(a.geometry)) for a in axes]
+        self.sides = [[None if a is None else axes.index(a) for a in (note.rows, note.cols)] for note in notes]
 
     def starts(self) -> list[int | None]:
         """Where the slices lie now; ``None`` if the model is gone."""
         live = [ref() for ref in self.slices]
         return [None if s is None else s.start_on_host for s in live]
+
+    def sliced(self, grads: list[tuple[int, Tensor]], starts: list[int]) -> list[SlicedGrad]:
+        """Gradients, each with its number in the batch, by themselves: at the places that ``starts`` say."""
+        from ..grads import Place, SlicedGrad
+
+        places = [Place(axis(), starts[s], geometry) for axis, s, geometry in self.axes]
+        made = []
+        for i, grad in grads:
+            form = self.forms[i]
+            rows, cols = (None if a is None else places[a] for a in self.sides[i])
+            made.append(SlicedGrad(grad, form.like, rows, cols, form.gain, form.row_scale, form.col_scale))
+        return made
 
 
 class Gather(views._Function):
@@ -350,15 +362,14 @@ class Gather(views._Function):
 
         shapes, needed = ctx.shapes, ctx.needs_input_grad[1:]
         whole = torch.is_grad_enabled()  # second derivatives are asked for: ordinary operations have them
-        apart = whole or ctx.starts != shapes.starts()
+        moved = ctx.starts != shapes.starts()
         out: list[Tensor | None] = [None] * len(grads)
-        pieces = []
+        pieces, apart = [], []
         for i, (form, grad, wanted) in enumerate(zip(shapes.forms, grads, needed, strict=True)):
             if grad is None or not wanted:
                 continue
-            if apart or form.compact:
-                sliced = _sliced(form, [ctx.starts[s] for s in shapes.cut_by[i]], grad)
-                out[i] = sliced if form.compact and not whole else sliced.dense()
+            if whole or moved or form.compact:
+                apart.append((i, grad))
                 continue
             shape, _, dtype = form.like
             full = out[i] = torch.empty_strided(shape, form.put_strides, dtype=dtype, device=grad.device)
@@ -368,19 +379,10 @@ class Gather(views._Function):
             pieces.append(piece)
         if pieces:
             many.put(pieces)
+        if apart:
+            for (i, _), sliced in zip(apart, shapes.sliced(apart, ctx.starts), strict=True):
+                out[i] = sliced if shapes.forms[i].compact and not whole else sliced.dense()
         return None, *out
-
-
-def _sliced(form: Form, starts: list[int], grad: Tensor) -> SlicedGrad:
-    """The gradient of one parameter by itself."""
-    from ..grads import Place, SlicedGrad
-
-    left = iter(starts)
-    rows, cols = (
-        None if ref is None or cut is None else Place(ref(), next(left), tuple(cut[1]))
-        for ref, cut in zip(form.axes, (form.rows, form.cols), strict=True)
-    )
-    return SlicedGrad(grad, form.like, rows, cols, form.gain, form.row_scale, form.col_scale)
 
 
 def usable(full: Tensor) -> bool:

@@ -55,7 +55,25 @@ CHANNELS_LAST = 4
 
 
 def layout(piece: Piece, walk_full: bool) -> list[int]:
-    """The fields of the table that stay the same from step to step, and behind them how many tiles it takes."""
+    """The fields of the table that stay the same from step to step, and behind them how many tiles it takes.
+
+    The same list for the same fields: see :func:`_rows`.
+    """
+    sides = [None if side is None else (side[0].data_ptr(), *side[1]) for side in (piece.rows, piece.cols)]
+    scales = [None if s is None else s.data_ptr() for s in (piece.row_scale, piece.col_scale)]
+    full, channels_last = piece.full, is_channels_last(piece.full)
+    key = (walk_full, full.shape, piece.small.shape, channels_last, full.device, piece.gain, *sides, *scales)
+    if key not in _layouts:
+        if len(_layouts) > 4096:
+            _layouts.clear()
+        _layouts[key] = _layout(piece, walk_full)
+    return _layouts[key]
+
+
+_layouts: dict[Any, list[int]] = {}
+
+
+def _layout(piece: Piece, walk_full: bool) -> list[int]:
     walked, mapped = (piece.full, piece.small) if walk_full else (piece.small, piece.full)
     n_rows, n_cols, rest = _matrix(walked)
     mapped_rows, mapped_cols, _ = _matrix(mapped)
