@@ -624,6 +624,19 @@ def test_a_parameter_may_change_within_a_pass(gathering, what):
     assert (weight.grad is None) == (what == "frozen")
 
 
+def test_a_pass_may_begin_anywhere(gathering, monkeypatch):
+    """What waits is of the draw before, and it is not for the layer that began the pass before to notice."""
+    model = network("dense", "window", torch.contiguous_format)
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64, device=DEVICE)
+    settled(model, x)
+    model(x).sum().backward()
+    start = model[3].axes["out"].slice.start_on_host
+    while model[3].axes["out"].slice.start_on_host == start:
+        draw_(model)
+    hidden = torch.randn(2, 6, 2, 2, dtype=torch.float64, device=DEVICE)
+    agrees_with_taking_apart(model[3:], hidden, monkeypatch)
+
+
 def test_memory_made_in_inference_mode_serves_training(gathering):
     model = network("dense", "window", torch.contiguous_format)
     x = torch.randn(2, 3, 4, 4, dtype=torch.float64, device=DEVICE)

@@ -57,22 +57,16 @@ def take(
         plan.begin(family.stamp, where)
     tracking = _tracking()
     key = id(full), id(rows), id(cols), scale_rows, scale_cols, dtype
-    found = plan.ready[tracking].get(key)
+    note = plan.notes.get(key)
+    if note is None or note.full() is not full:
+        note = plan.learn(Note(key, full, rows, cols, scale_rows, scale_cols, dtype))
+    note.used = plan.round
+    found = note.found[tracking]
     if found is not None:
-        small, note, owner, version, address, kind = found
-        if (
-            owner is full
-            and version == full._version
-            and address == full.data_ptr()
-            and kind is (tracking and full.requires_grad)
-        ):
-            note.used = plan.round
+        small, version, address, kind = found
+        if version == full._version and address == full.data_ptr() and kind is (tracking and full.requires_grad):
             return small
-    known = plan.notes.get(key)
-    if known is None or known.full() is not full:
-        known = plan.learn(Note(key, full, rows, cols, scale_rows, scale_cols, dtype))
-    known.used = plan.round
-    return None if known.alone else plan.fetch(known, full)
+    return None if note.alone else plan.fetch(note, full)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -81,8 +75,8 @@ _watched = torch._C._len_torch_dispatch_stack  # a mode that wants to see every 
 _tracking = torch.is_grad_enabled
 _users = getattr(torch._C, "_storage_Use_Count", None)  # how many tensors share a memory; without it none is kept
 Key = tuple[int, int, int, bool, bool, "torch.dtype | None"]
-Found = tuple[Tensor, "Note", Tensor, int, int, bool]
-"""A slice that waits, and what it is true for: its parameter with its version and address, and if it is tracked."""
+Found = tuple[Tensor, int, int, bool]
+"""A slice that waits, and what it is true for: version and address of its parameter, and whether that is tracked."""
 
 
 class Note:
@@ -99,6 +93,7 @@ class Note:
         self.portion = -1  # none yet: it is fetched by itself
         self.used = 0
         self.known = False  # it has been fetched
+        self.found: list[Found | None] = [None, None]  # where gradients are not wanted, and where they are
         self._form: Form | None = None
 
     def form(self, full: Tensor) -> Form:
@@ -172,7 +167,6 @@ class Plan:
     def __init__(self) -> None:
         self.notes: dict[Key, Note] = {}
         self.portions: list[list[Note]] = []
-        self.ready: tuple[dict[Key, Found], dict[Key, Found]] = {}, {}  # without gradients, and with
         self.kept: dict[int, Batch] = {}  # by portion
         self.stamp = -1
         self.where = (0, False)
@@ -186,7 +180,8 @@ class Plan:
         self.stamp, self.where = stamp, where
         self.round += 1
         self.stale |= self.round % FORGET == 0
-        self.ready = {}, {}
+        for note in self.notes.values():
+            note.found = [None, None]
 
     def learn(self, note: Note) -> Note:
         self.notes[note.key] = note
@@ -227,9 +222,9 @@ class Plan:
         if at >= 0:
             portion = self.portions[at]
         tracking = _tracking()
-        ready, notes, fulls = self.ready[tracking], [], []
+        notes, fulls = [], []
         for note in portion:
-            ready.pop(note.key, None)  # its memory may be what is written next
+            note.found[tracking] = None  # its memory may be what is written next
             full = note.full()
             if full is not None and (note is asked or not full._backward_hooks):
                 notes.append(note)
@@ -243,9 +238,10 @@ class Plan:
         if batch.settled and at >= 0 and not self.where[1]:  # what a captured graph uses is its own
             self.kept[at], batch.used = batch, self.round
         for note, full, kind, small in zip(notes, fulls, kinds, smalls, strict=True):
-            ready[note.key] = small, note, full, full._version, full.data_ptr(), kind
-        asked.known = True
-        return ready.pop(asked.key)[0]  # if it is asked for again, a new pass has begun
+            note.found[tracking] = small, full._version, full.data_ptr(), kind
+            if note is asked:
+                note.known, note.found[tracking], first = True, None, small  # asked again, it begins another pass
+        return first
 
 
 class Batch:
