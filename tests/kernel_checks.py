@@ -7,6 +7,7 @@ Triton decides when it is imported whether it interprets, so the interpreter nee
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import os
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from opcases import Case, Statistics, cases, listed, pairs, statistics
 from sliceout import Slice, draw_, nn, optim, slices
-from sliceout.ops import gather, kernels, many, reference, views
+from sliceout.ops import gather, kernels, many, reference, tables, views
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 CASES = [c for c in listed() if DEVICE == "cuda" or torch.Size(c.shape).numel() < 100_000]
@@ -532,6 +533,279 @@ def test_notes_that_are_not_used_any_more_are_forgotten(gathering, monkeypatch):
         model[:3](x)
         draw_(model)
     assert len(family.fetched.notes) < before
+
+
+# -- memory that is kept from pass to pass -----------------------------------------------------------------------------
+
+
+def settled(model: torch.nn.Module, x: torch.Tensor) -> list[gather.Batch]:
+    """What is kept after some steps, of parameters first."""
+    slices(model)
+    for _ in range(3):
+        model(x).square().sum().backward()
+        model.zero_grad()
+        draw_(model)
+    return kept(model)
+
+
+def kept(model: torch.nn.Module) -> list[gather.Batch]:
+    return [batch for _, batch in sorted(slices(model).fetched.kept.items())]
+
+
+def grads(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [p.grad + 0 for p in model.parameters()]
+
+
+@pytest.mark.parametrize("grads", ["dense", "compact"])
+def test_the_next_pass_uses_the_same_memory_and_the_same_table(gathering, monkeypatch, grads):
+    model = network(grads, "window", torch.channels_last)
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64, device=DEVICE)
+    before = settled(model, x)
+    made = []
+    monkeypatch.setattr(many, "_launches", lambda *a, make=many._launches: (made.append(a), make(*a))[1])
+    for _ in range(4):
+        agrees_with_taking_apart(model, x, monkeypatch)
+        draw_(model)
+    assert len(before[0].memory) == 9
+    assert kept(model)[0] is before[0]
+    assert not [walk_full for _, walk_full, _ in made if not walk_full], "no table for a take"
+
+
+def test_a_graph_that_is_still_to_be_run_backwards_keeps_its_slices(gathering, monkeypatch):
+    """Its slices are those of an earlier draw and of earlier weights."""
+    model = network("dense", "circular", torch.contiguous_format)
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64, device=DEVICE)
+    before = settled(model, x)
+    twin = copy.deepcopy(model)
+    slices(twin).seek_(slices(model).step)
+    with monkeypatch.context() as apart:
+        apart.setattr(gather, "take", lambda *args: None)
+        twin(x).square().sum().backward()
+    loss = model(x).square().sum()
+    draw_(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)
+    model(x)
+    assert kept(model)[0] is not before[0]
+    loss.backward()
+    for one, other in zip(grads(model), grads(twin), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
+def test_a_graph_that_has_been_run_backwards_does_not(gathering):
+    model = network("dense", "window", torch.contiguous_format)
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64, device=DEVICE)
+    before = settled(model, x)
+    for moves in (False, True):
+        loss = model(x).square().sum()  # held, as in most training loops
+        loss.backward()
+        if moves:
+            draw_(model)
+        model(x).sum().backward()
+        assert kept(model)[0] is before[0]
+        del loss
+
+
+HOLDERS = {
+    "itself": lambda small: small,
+    "detached": lambda small: small.detach(),
+    "a part": lambda small: small.detach()[0],
+    "transposed": lambda small: small.detach().transpose(0, 1),
+    "its storage": lambda small: small.untyped_storage(),
+    "by numpy": lambda small: small.detach().numpy() if small.is_cpu else small.detach(),
+}
+
+
+@pytest.mark.parametrize("how", HOLDERS)
+@pytest.mark.parametrize("tracking", [False, True])
+def test_whoever_keeps_a_slice_keeps_its_values(gathering, tracking, how):
+    model = network("dense", "circular", torch.contiguous_format)
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64, device=DEVICE)
+    settled(model, x)
+    with torch.set_grad_enabled(tracking):
+        model(x)
+        small = model[3]._parts(model[:3](x))[0]
+    values = small.detach().clone()
+    assert small.data_ptr() in [t.data_ptr() for t in kept(model)[0].memory]
+    held = HOLDERS[how](small)
+    shape, strides = small.shape, small.stride()
+    del small
+    with torch.no_grad():
+        model[3].weight.mul_(2)
+    for _ in range(2):
+        draw_(model)
+        model(x).sum().backward()
+    if how == "its storage":
+        now = torch.empty(0, dtype=values.dtype, device=DEVICE).set_(held, 0, shape, strides)
+        assert torch.equal(now, values)
+    else:
+        assert torch.equal(torch.as_tensor(held), torch.as_tensor(HOLDERS[how](values)))
+
+
+CHANGES = {
+    "in place": lambda p: p.detach().mul_(2),
+    "another memory": lambda p: setattr(p, "data", p.data * 2),
+    "frozen": lambda p: p.requires_grad_(False),
+    "thawed": lambda p: p.requires_grad_(True),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_parameter_may_change_within_a_pass(gathering, what):
+    model = network("dense", "window", torch.contiguous_format)
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64, device=DEVICE)
+    weight = model[6].weight
+    settled(model, x)
+    weight.requires_grad_(what != "thawed")
+    hidden = model[:6](x)  # by now the weight of the last layer has been fetched
+    CHANGES[what](weight)
+    y = model[6](hidden)
+    axis = model[6].axes["in"]
+    small = weight.detach()[:, axis.kept.to(DEVICE)] * axis.slice.scale[axis.slice.kept].repeat_interleave(4)
+    torch.testing.assert_close(y, hidden @ small.t() + model[6].bias)
+    y.sum().backward()
+    assert (weight.grad is None) == (what == "frozen")
+
+
+def test_a_pass_may_begin_anywhere(gathering, monkeypatch):
+    """What waits is of the draw before, and it is not for the layer that began the pass before to notice."""
+    model = network("dense", "window", torch.contiguous_format)
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64, device=DEVICE)
+    settled(model, x)
+    model(x).sum().backward()
+    start = model[3].axes["out"].slice.start_on_host
+    while model[3].axes["out"].slice.start_on_host == start:
+        draw_(model)
+    hidden = torch.randn(2, 6, 2, 2, dtype=torch.float64, device=DEVICE)
+    agrees_with_taking_apart(model[3:], hidden, monkeypatch)
+
+
+def test_memory_made_in_inference_mode_serves_training(gathering):
+    model = network("dense", "window", torch.contiguous_format)
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64, device=DEVICE)
+    slices(model)
+    model(x)
+    with torch.inference_mode():
+        model(x)
+    before = kept(model)
+    for _ in range(2):
+        draw_(model)
+        model(x).sum().backward()
+    assert kept(model)[0] is before[0]
+
+
+@pytest.mark.parametrize("sampling", ["circular", "window"])
+def test_whatever_happens_between_passes(gathering, monkeypatch, sampling):
+    model = network("dense", sampling, torch.contiguous_format)
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64, device=DEVICE)
+    settled(model, x)
+    weight = model[3].weight
+    held = []
+
+    def without_gradients(mode):
+        with mode:
+            model(x)
+
+    def transpose():
+        weight.data = weight.data[:12].transpose(0, 1).contiguous().transpose(0, 1).repeat(2, 1, 1, 1)[:16]
+
+    events = {
+        "nothing": lambda: None,
+        "a draw": lambda: draw_(model),
+        "a change": lambda: weight.detach().mul_(2),
+        "a change that nobody counts": lambda: weight.data.mul_(0.5),
+        "another memory": lambda: setattr(weight, "data", weight.data * 2),
+        "another layout": transpose,
+        "no_grad": lambda: without_gradients(torch.no_grad()),
+        "inference": lambda: without_gradients(torch.inference_mode()),
+        "a graph that is alive": lambda: held.append(model(x)),
+        "two passes in one graph": lambda: held.append(model(x) + model(2 * x)),
+        "another rate": lambda: [s.rerate_(0.25) for s in model[3].slices],
+        "frozen": lambda: weight.requires_grad_(False),
+        "thawed": lambda: weight.requires_grad_(True),
+        "a hook": lambda: model[6].weight.register_hook(lambda g: g),
+        "evaluation": lambda: (model.eval()(x), model.train()),
+        "another parameter": lambda: setattr(model[1], "weight", torch.nn.Parameter(2 * model[1].weight.detach())),
+    }
+    for event in events.values():
+        event()
+        agrees_with_taking_apart(model, x, monkeypatch)
+        draw_(model)
+        agrees_with_taking_apart(model, x, monkeypatch)
+    assert kept(model)
+
+
+def test_the_same_memory_with_other_strides_is_another_weight(gathering, monkeypatch):
+    model = network("dense", "circular", torch.contiguous_format)
+    model[3] = nn.Conv2d(12, 12, 1, in_slice=model[0].axes["out"], bias=False).double().to(DEVICE)
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64, device=DEVICE)
+    settled(model[:4], x)
+    agrees_with_taking_apart(model[:4], x, monkeypatch)
+    model[3].weight.data = model[3].weight.data.transpose(0, 1)
+    draw_(model[:4])
+    agrees_with_taking_apart(model[:4], x, monkeypatch)
+
+
+def test_memory_of_another_stream_or_of_a_captured_graph_is_not_used(gathering, monkeypatch):
+    model = network("dense", "circular", torch.contiguous_format)
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64, device=DEVICE)
+    before = settled(model, x)
+    monkeypatch.setattr(gather.tables, "where", lambda device: (7, False))
+    model(x)
+    other = kept(model)
+    assert other[0] is not before[0]
+    monkeypatch.setattr(gather.tables, "where", lambda device: (7, True))
+    for _ in range(2):
+        model(x)
+        assert not kept(model)
+        draw_(model)
+
+
+def test_memory_that_a_step_does_not_need_is_given_back(gathering):
+    model = network("dense", "circular", torch.contiguous_format)
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64, device=DEVICE)
+    model[3].weight.requires_grad_(False)  # a portion of its own
+    settled(model, x)
+    assert any(form.shape == model[3].weight.shape for batch in kept(model) for form in batch.shapes.forms)
+    for _ in range(3):
+        model[:3](x).sum().backward()
+        draw_(model)
+    assert not any(form.shape == model[3].weight.shape for batch in kept(model) for form in batch.shapes.forms)
+
+
+def test_a_parameter_that_was_replaced_is_not_kept(gathering):
+    model = network("dense", "circular", torch.contiguous_format)
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64, device=DEVICE)
+    settled(model, x)
+    model(x).sum().backward()
+    gone = weakref.ref(model[3].weight)
+    model[3].weight = torch.nn.Parameter(model[3].weight.detach().clone())
+    draw_(model)
+    model(x).sum().backward()
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_table_that_is_kept_is_not_changed_by_others(gathering):
+    axis = Slice(8).axis()
+    axis.slice.to(torch.device(DEVICE))
+    fulls, smalls = torch.randn(2, 8, 3, device=DEVICE), torch.zeros(2, 4, 3, device=DEVICE)
+    one, other = (many.Piece(f, s, (axis.slice.start, axis.geometry), None) for f, s in zip(fulls, smalls, strict=True))
+    assert many.layout(one, False) is many.layout(other, False), "so the host's table is the same"
+    settled = many.Settled([one])
+    many.take([other])
+    many.take(settled)
+    assert torch.equal(smalls, fulls[:, :4])
+
+
+def test_numbers_of_a_captured_table_may_change_at_once(monkeypatch):
+    monkeypatch.setattr(tables, "capturing", lambda device: True)
+    numbers = torch.arange(5)
+    with tables.deferred(8, torch.device("cpu")):
+        table = tables.make(numbers, torch.device("cpu"))
+        numbers.zero_()
+    assert table.tolist() == [0, 1, 2, 3, 4]
 
 
 # -- the optimizer's side of it ----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ themselves; Triton decides when it is imported whether it interprets, so that ta
 from __future__ import annotations
 
 import copy
+import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -290,6 +291,29 @@ def test_gradients_take_the_memory_of_slices() -> None:
     kept = sum(p.numel() * 4 for p in model.parameters())
     assert sizes[1] >= kept
     assert sizes[0] < 0.6 * sizes[1]
+
+
+@needs_cuda
+@pytest.mark.parametrize("grads", ["dense", "compact"])
+@pytest.mark.parametrize("name", MODELS)
+def test_keeping_the_memory_of_slices_costs_no_memory(name: str, grads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are there from the first take of one step to the first of the next in any case."""
+    most = []
+    for counts in (gather._users, None):  # without a count of users nothing is kept
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        monkeypatch.setattr(gather, "_users", counts)
+        model, x, y = made(name, grads, "window")
+        optimizer = torch.optim.SGD(model.parameters(), 2**-9, momentum=0.9)
+        train(model, x, y, optimizer, 4)
+        kept = list(sliceout.slices(model).fetched.kept.values())
+        assert bool(kept) == (counts is not None)
+        torch.cuda.reset_peak_memory_stats()
+        train(model, x, y, optimizer, 4)
+        most.append(torch.cuda.max_memory_allocated() - before)
+        assert list(sliceout.slices(model).fetched.kept.values()) == kept, "the same from step to step"
+        del model, optimizer, kept
+    assert most[0] <= 1.01 * most[1]
 
 
 # -- captured steps ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from .grads import SlicedGrad, same_place
-from .ops import views
 
 aten = torch.ops.aten
 
@@ -68,8 +67,9 @@ def _is_number(x: Any, ndim: int = 1) -> bool:
 
 def _alias(func: Any, grad: SlicedGrad) -> Any:
     """The same gradient in another wrapper: what is done to one is done to both."""
-    like = (tuple(grad.shape), views.is_channels_last(grad), grad.dtype)
-    out = SlicedGrad(grad.small, like, None, None)
+    out = Tensor._make_wrapper_subclass(  # autograd asks for one for every gradient it stores
+        SlicedGrad, grad.shape, strides=grad.stride(), dtype=grad.dtype, device=grad.device
+    )
     out.__dict__ = grad.__dict__
     return out
 

@@ -10,6 +10,7 @@ What each operation does is in ``grad_ops``, the slice-only optimizer update tha
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -189,6 +190,7 @@ def same_place(a: SlicedGrad, b: SlicedGrad) -> bool:
     )  # fmt: skip
 
 
+@functools.lru_cache(1024)
 def _strides(shape: tuple[int, ...], channels_last: bool) -> tuple[int, ...]:
     order = [*range(len(shape))]
     if channels_last:

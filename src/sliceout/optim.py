@@ -207,7 +207,10 @@ def _fused(optimizer: Optimizer, group: dict[str, Any], work: Work, names: list[
     steps = [optimizer.state[p]["step"] for p, _ in work if "step" in optimizer.state[p]]
     fit = (
         all(
-            many.supports(p, *s) and p.dtype != torch.float64 and all(t.device == device for t in (p, *s))
+            p.dtype != torch.float64
+            and p.device == device
+            and many.supports(p)
+            and all(t.device == device and (_alike(t, p) or many.supports(t)) for t in s)
             for (p, _), s in zip(work, state, strict=True)
         )
         and not any(isinstance(b, Tensor) for b in betas)
@@ -251,6 +254,11 @@ def _fused(optimizer: Optimizer, group: dict[str, Any], work: Work, names: list[
 
 def _on_gpu(tensors: Iterable[Tensor]) -> bool:
     return all(t.is_cuda for t in tensors)
+
+
+def _alike(t: Tensor, p: Tensor) -> bool:
+    """Whether a kernel that can address one can address the other; cheaper than to ask the kernel."""
+    return t.dtype is p.dtype and t.stride() == p.stride() and t.shape == p.shape
 
 
 def _lay_out_alike(p: Tensor, state: dict[str, Any], names: list[str]) -> None:

@@ -404,7 +404,7 @@ class Ahead:
             if len(s.start) == 1:
                 on_device.setdefault(s.start.device, []).append(i)
         self.on_device = [
-            ([self.tensors[i] for i in members], starts[:, members].to(device, non_blocking=True))  # no synchronisation
+            ([self.tensors[i] for i in members], starts[:, members, None].to(device, non_blocking=True))  # no waiting
             for device, members in on_device.items()
         ]
         kinds: list[Any] = list(dict.fromkeys(map(type, slices)))
@@ -422,7 +422,7 @@ class Ahead:
         for s, start in zip(self.slices, self.on_host[row], strict=True):
             s.start_on_host = start
         for tensors, values in self.on_device:
-            torch._foreach_copy_(tensors, list(values[row].split(1)))
+            torch._foreach_copy_(tensors, values[row].unbind())
         for kind, members in self.kinds:
             kind.settle(members)
 

@@ -24,26 +24,30 @@ class _Mixing(Sliced):
 
     def _small(self, out: Axis | None, into: Axis | None, like: Tensor) -> tuple[Tensor, Tensor | None]:
         """The kept part of weight and bias, normalisation included, in the dtype the product will run in."""
-        dtype = None if self.weight.dtype == torch.float64 else _autocast_dtype(like)  # autocast leaves float64 alone
-        weight, bias = self._taken(out, into)
-        stand_ins = self._stand_ins
-        small = take(
-            self.weight, weight.rows, weight.cols, scale_rows=weight.scale_rows, scale_cols=weight.scale_cols,
-            dtype=dtype, stand_in=stand_ins.get("weight"),
+        full_weight, full_bias = self.weight, self.bias  # once: a module finds its parameters slowly
+        dtype = None if full_weight.dtype == torch.float64 else _autocast_dtype(like)  # autocast leaves float64 alone
+        rows, cols, scale_rows, scale_cols = self._taken(out, into)
+        weight = take(
+            full_weight, rows, cols, scale_rows=scale_rows, scale_cols=scale_cols, dtype=dtype,
+            stand_in=self._stand_ins.get("weight"),
         )  # fmt: skip
-        if self.bias is None:
-            return small, None
-        return small, take(self.bias, out, scale_rows=bias.scale_rows, dtype=dtype, stand_in=stand_ins.get("bias"))
+        if full_bias is None:
+            return weight, None
+        scale_out = scale_cols if self.transposed else scale_rows
+        return weight, take(full_bias, out, scale_rows=scale_out, dtype=dtype, stand_in=self._stand_ins.get("bias"))
 
-    def _taken(self, out: Axis | None, into: Axis | None) -> tuple[Taken, Taken]:
-        """How weight and bias are taken if these slices are live."""
+    def _taken(self, out: Axis | None, into: Axis | None) -> Taken:
+        """How the weight is taken if these slices are live."""
         scale_out = out is not None and out.slice.fold == "producer"
         scale_in = into is not None and into.slice.fold == "consumer"
-        weight = Taken(into, out, scale_in, scale_out) if self.transposed else Taken(out, into, scale_out, scale_in)
-        return weight, Taken(out, None, scale_out)
+        return Taken(into, out, scale_in, scale_out) if self.transposed else Taken(out, into, scale_out, scale_in)
 
     def takes(self) -> dict[str, Taken]:
-        return dict(zip(("weight", "bias"), self._taken(self.axes.get("out"), self.axes.get("in")), strict=True))
+        return self._both(self.axes.get("out"), self.axes.get("in"))
+
+    def _both(self, out: Axis | None, into: Axis | None) -> dict[str, Taken]:
+        scale_out = out is not None and out.slice.fold == "producer"
+        return {"weight": self._taken(out, into), "bias": Taken(out, None, scale_out)}
 
 
 class Linear(_Mixing, nn.Linear):
@@ -113,6 +117,7 @@ class _Conv(_Mixing):
     in_channels: int
     out_channels: int
     groups: int
+    kernel_size: tuple[int, ...]
 
     def bind(self, axes: dict[str, Axis]) -> None:
         _check_size(self, axes.get("in"), self.in_channels, "in_channels")
@@ -128,7 +133,7 @@ class _Conv(_Mixing):
 
     def _parts(self, x: Tensor) -> tuple[Tensor, Tensor | None, int] | None:
         """Weight, bias and groups of this call; ``None`` if nothing is sliced."""
-        into, groups = self._arrived("in", x.shape[1 - self.weight.dim()]), self.groups  # there may be no batch
+        into, groups = self._arrived("in", x.shape[-1 - len(self.kernel_size)]), self.groups  # there may be no batch
         if groups > 1 and _whole_groups(self.axes, groups):
             if into is None:
                 return None
@@ -149,7 +154,7 @@ class _Conv(_Mixing):
         out, into = self.axes.get("out"), self.axes.get("in")
         if self.groups > 1 and _whole_groups(self.axes, self.groups):
             return {"weight": Taken(out), "bias": Taken(out)}
-        return dict(zip(("weight", "bias"), self._taken(out, self._columns(into)), strict=True))
+        return self._both(out, self._columns(into))
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self._parts(x)

@@ -27,8 +27,8 @@ class _Unitwise(Sliced):
 
     def _pair(self, axis: Axis) -> tuple[Tensor | None, Tensor | None]:
         """Those of weight and bias."""
-        weight, bias = (getattr(self, name) for name in ("weight", "bias"))
-        return take_pair(weight, bias, axis, (self._stand_ins.get("weight"), self._stand_ins.get("bias")))
+        both: Any = self
+        return take_pair(both.weight, both.bias, axis, (self._stand_ins.get("weight"), self._stand_ins.get("bias")))
 
 
 class _BatchNorm(_Unitwise):
@@ -47,8 +47,8 @@ class _BatchNorm(_Unitwise):
         if axis is None:
             return super().forward(x)  # type: ignore[misc]
         self._check_input_dim(x)  # type: ignore[attr-defined]
-        mean, var, momentum = self.running_mean, self.running_var, self.momentum
-        if self.training and self.num_batches_tracked is not None and momentum is None:
+        mean, var, tracked, momentum = self.running_mean, self.running_var, self.num_batches_tracked, self.momentum
+        if self.training and tracked is not None and momentum is None:
             raise ValueError(
                 "momentum=None (a cumulative average) needs every channel in every batch: "
                 "call sliceout.off_(model) before you re-estimate batch-norm statistics"
@@ -59,16 +59,16 @@ class _BatchNorm(_Unitwise):
             # means and variances in a kernel each, as they share too little to be fused, and the count in a third.
             batch = mean.new_zeros(axis.width), var.new_zeros(axis.width)
             y = F.batch_norm(x, *batch, weight, bias, True, 1.0, self.eps)  # type: ignore[attr-defined]
-            count, where = self.num_batches_tracked, (axis.slice.start, axis.geometry)
-            torch.ops.sliceout.update_statistics_(mean, var, count, *batch, *where, momentum or 0.0)
+            where = axis.slice.start, axis.geometry
+            torch.ops.sliceout.update_statistics_(mean, var, tracked, *batch, *where, momentum or 0.0)
             return y
-        if self.training and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-        if mean is not None and var is not None:
-            mean, var = take_to_change((mean, var), axis)
-        y = F.batch_norm(x, mean, var, weight, bias, self.training or mean is None, momentum or 0.0, self.eps)  # type: ignore[attr-defined]
+        if self.training and tracked is not None:
+            tracked.add_(1)
+        kept_mean, kept_var = (None, None) if mean is None or var is None else take_to_change((mean, var), axis)
+        training = self.training or mean is None
+        y = F.batch_norm(x, kept_mean, kept_var, weight, bias, training, momentum or 0.0, self.eps)  # type: ignore[attr-defined]
         if self.training and mean is not None and var is not None:
-            store_((self.running_mean, self.running_var), (mean, var), axis)  # type: ignore[arg-type]
+            store_((mean, var), (kept_mean, kept_var), axis)  # type: ignore[arg-type]
         return y
 
 

@@ -157,9 +157,8 @@ def take_pair(
             return torch.ops.sliceout.take_pair(first, second, *where)  # type: ignore[no-any-return]
         if len(leaves) == 2:
             return torch.ops.sliceout.take_pair_for(*leaves, first.detach(), second.detach(), *where)  # type: ignore[no-any-return]
-    both = ((first, stand_ins[0]), (second, stand_ins[1]))
-    one, other = (None if t is None else take(t, rows, stand_in=s) for t, s in both)
-    return one, other
+    one = None if first is None else take(first, rows, stand_in=stand_ins[0])
+    return one, None if second is None else take(second, rows, stand_in=stand_ins[1])
 
 
 def one_launch(rows: Axis | Joint) -> TypeGuard[Axis]:
@@ -173,9 +172,9 @@ def one_launch(rows: Axis | Joint) -> TypeGuard[Axis]:
 def take_to_change(fulls: tuple[Tensor, Tensor], rows: Axis | Joint) -> tuple[Tensor, Tensor]:
     """:func:`take` of vectors that get no gradient and will be written to: in eager code, where it can be, in place."""
     if not hasattr(rows, "parts") and not reference.is_table(rows.slice.start) and by_views(fulls[0]):
-        cut = rows.slice.start_on_host, rows.geometry
-        if views.is_one_rectangle(cut, views.WHOLE):
-            return views.take(fulls[0], cut, views.WHOLE), views.take(fulls[1], cut, views.WHOLE)
+        kept = views.one_run(rows.slice.start_on_host, rows.geometry)
+        if kept is not None:
+            return fulls[0][kept], fulls[1][kept]
     return take_pair(*fulls, rows)  # type: ignore[return-value]
 
 
@@ -198,9 +197,8 @@ def store_(fulls: Sequence[Tensor], smalls: Sequence[Tensor], rows: Axis | Joint
         if views._transformed():  # its views do not show their base, and a tensor must not be copied onto itself
             pairs = [(full, small.clone()) for full, small in pairs]
         apart = [(full, small) for full, small in pairs if small._base is not full]  # a view has written through
-        both = [r for full, small in apart for r in views.rectangles(full, small, (rows.slice.start_on_host, geometry))]
-        if both:
-            torch._foreach_copy_([target for target, _ in both], [source for _, source in both])
+        if apart:
+            views.store_([f for f, _ in apart], [s for _, s in apart], (rows.slice.start_on_host, geometry))
     else:
         for full, small in pairs:
             torch.ops.sliceout.store_(full, small, start, geometry)

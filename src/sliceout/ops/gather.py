@@ -9,6 +9,9 @@ wanted or not wanted as before, and it is the same stream, captured or not. The 
 seems to have changed: writing to ``parameter.data`` is not counted by anybody. In data parallel training parameters are
 fetched in a few portions rather than all together, so that gradients keep arriving, and are sent, during the backward
 pass.
+
+The memory of the slices is kept for the next pass, which then has nothing to allocate and no addresses to send. It is
+written again only when nobody but us refers to it: neither a graph that may still be run backwards, nor a user.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+import operator
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -50,49 +55,46 @@ def take(
         plan = family.fetched = Plan()
     if family.stamp != plan.stamp or where != plan.where:
         plan.begin(family.stamp, where)
+    tracking = _tracking()
     key = id(full), id(rows), id(cols), scale_rows, scale_cols, dtype
     note = plan.notes.get(key)
     if note is None or note.full() is not full:
-        note = plan.learn(key, Note(full, rows, cols, scale_rows, scale_cols, dtype))
-    if note.alone:
-        return None
+        note = plan.learn(Note(key, full, rows, cols, scale_rows, scale_cols, dtype))
     note.used = plan.round
-    small = note.small.get(_kind(full))
-    if small is None or note.leads or not note.holds(full):
-        return plan.fetch(note)
-    return small
+    found = note.found[tracking]
+    if found is not None:
+        small, version, address, kind = found
+        if version == full._version and address == full.data_ptr() and kind is (tracking and full.requires_grad):
+            return small
+    return None if note.alone else plan.fetch(note, full)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _transformed = torch._C._are_functorch_transforms_active
 _watched = torch._C._len_torch_dispatch_stack  # a mode that wants to see every operation, such as a tracer
+_tracking = torch.is_grad_enabled
+_users = getattr(torch._C, "_storage_Use_Count", None)  # how many tensors share a memory; without it none is kept
 Key = tuple[int, int, int, bool, bool, "torch.dtype | None"]
-
-
-def _kind(full: Tensor) -> bool | None:
-    """What a slice of ``full`` is to autograd now: part of a graph, or not, or nothing it may ever see."""
-    return None if torch.is_inference_mode_enabled() else full.requires_grad and torch.is_grad_enabled()
+Found = tuple[Tensor, int, int, bool]
+"""A slice that waits, and what it is true for: version and address of its parameter, and whether that is tracked."""
 
 
 class Note:
     """A take that has been seen and will be fetched with the others."""
 
-    def __init__(self, full: Tensor, rows: Any, cols: Any, scale_rows: bool, scale_cols: bool, dtype: Any) -> None:
+    def __init__(
+        self, key: Key, full: Tensor, rows: Any, cols: Any, scale_rows: bool, scale_cols: bool, dtype: Any
+    ) -> None:
+        self.key = key
         self.full = weakref.ref(full)
         self.rows, self.cols, self.scale_rows, self.scale_cols, self.dtype = rows, cols, scale_rows, scale_cols, dtype
         self.slices = [a.slice for a in (rows, cols) if a is not None]
         self.alone = not _fits(full, rows, cols)
-        self.portion = -1
+        self.portion = -1  # none yet: it is fetched by itself
         self.used = 0
-        self.version = -1
-        self.address = 0
-        self.leads = False  # it was fetched because it was asked for: when it is asked for again, a new pass has begun
-        self.small: dict[bool | None, Tensor] = {}
+        self.known = False  # it has been fetched
+        self.found: list[Found | None] = [None, None]  # where gradients are not wanted, and where they are
         self._form: Form | None = None
-
-    def holds(self, full: Tensor) -> bool:
-        """Whether what was fetched is still what ``full`` is."""
-        return self.version == full._version and self.address == full.data_ptr()
 
     def form(self, full: Tensor) -> Form:
         """What does not change from step to step; made anew if slices or parameter changed in kind."""
@@ -107,7 +109,6 @@ class Form:
 
     def __init__(self, full: Tensor, note: Note) -> None:
         axes = note.rows, note.cols
-        self.axes = [None if a is None else weakref.ref(a) for a in axes]
         self.starts = [s.start for s in note.slices]
         self.widths = [s.width for s in note.slices]
         self.shape, self.strides, self.full_dtype = full.shape, full.stride(), full.dtype
@@ -117,6 +118,7 @@ class Form:
         self.small_shape = views.small_shape(full.shape, *geometries)
         self.like = tuple(full.shape), views.is_channels_last(full), full.dtype
         self.memory_format = views.memory_format(full)
+        self.put_strides = torch.empty(full.shape, device="meta", memory_format=self.memory_format).stride()
         row_gain, self.row_scale = _scale(note.rows, note.scale_rows)
         col_gain, self.col_scale = _scale(note.cols, note.scale_cols)
         self.gain = row_gain * col_gain
@@ -132,11 +134,6 @@ class Form:
             if s.start is not start or s.width != width:
                 return False
         return full.stride() == self.strides and full.dtype is self.full_dtype and full.shape == self.shape
-
-    def place(self) -> list[int | None]:
-        """The starts now; ``None`` if the model is gone."""
-        live = [ref() for ref in self.axes if ref is not None]
-        return [None if axis is None else axis.slice.start_on_host for axis in live]
 
     def piece(self, full: Tensor, small: Tensor, layout: list[int] | None) -> Piece:
         return self.piece_of(
@@ -170,6 +167,7 @@ class Plan:
     def __init__(self) -> None:
         self.notes: dict[Key, Note] = {}
         self.portions: list[list[Note]] = []
+        self.kept: dict[int, Batch] = {}  # by portion
         self.stamp = -1
         self.where = (0, False)
         self.round = 0
@@ -177,14 +175,16 @@ class Plan:
 
     def begin(self, stamp: int, where: tuple[int, bool]) -> None:
         """A new round: nothing that was fetched is true any more."""
+        last = self.round if where == self.where else -1  # memory of another stream may still be read there
+        self.kept = {at: batch for at, batch in self.kept.items() if batch.used == last}
         self.stamp, self.where = stamp, where
         self.round += 1
         self.stale |= self.round % FORGET == 0
         for note in self.notes.values():
-            note.small = {}
+            note.found = [None, None]
 
-    def learn(self, key: Key, note: Note) -> Note:
-        self.notes[key] = note
+    def learn(self, note: Note) -> Note:
+        self.notes[note.key] = note
         self.stale = True
         return note
 
@@ -194,7 +194,7 @@ class Plan:
         self.notes = {key: note for key, note in alive if note.used > self.round - FORGET}
         together = [note for note in self.notes.values() if not note.alone]
         limit = PORTION if torch.distributed.is_available() and torch.distributed.is_initialized() else math.inf
-        self.portions = []
+        self.portions, self.kept = [], {}
         open_portion: dict[Any, tuple[int, float]] = {}
         for note in together:
             full = note.full()
@@ -209,103 +209,176 @@ class Plan:
             self.portions[at].append(note)
         self.stale = False
 
-    def fetch(self, asked: Note) -> Tensor:
-        """What ``asked`` wants, and in the same launch every slice that belongs to its portion.
+    def fetch(self, asked: Note, wanted: Tensor) -> Tensor:
+        """The slice of ``wanted``, and in the same launch every slice that belongs to its portion.
 
         The first pass fetches one by one, by the same means: recomputed activations save what they saved before.
         """
-        if self.stale and asked.version >= 0:
+        if self.stale and asked.known:
             self.arrange()
+        at, portion = asked.portion, [asked]
+        if wanted._backward_hooks:  # which must not run for a pass that does not use it: see Gather.backward
+            at = -1
+        if at >= 0:
+            portion = self.portions[at]
+        tracking = _tracking()
         notes, fulls = [], []
-        for note in self._portion(asked):
+        for note in portion:
+            note.found[tracking] = None  # its memory may be what is written next
             full = note.full()
             if full is not None and (note is asked or not full._backward_hooks):
                 notes.append(note)
                 fulls.append(full)
-        kinds = [_kind(full) for full in fulls]
-        smalls = Gather.apply(notes, *fulls) if True in kinds else _gather(notes, fulls)
+        batch = self.kept.pop(at, None)
+        if batch is None or not batch.serves(fulls):
+            batch = None  # gives its memory back first
+            batch = Batch(notes, fulls)
+        kinds = [tracking and full.requires_grad for full in fulls]
+        smalls = Gather.apply(batch, *fulls) if True in kinds else batch.fill()
+        if batch.settled and at >= 0 and not self.where[1]:  # what a captured graph uses is its own
+            self.kept[at], batch.used = batch, self.round
         for note, full, kind, small in zip(notes, fulls, kinds, smalls, strict=True):
-            if not note.holds(full):
-                note.small, note.version, note.address = {}, full._version, full.data_ptr()
-            note.small[kind] = small
-            note.leads = note is asked
+            note.found[tracking] = small, full._version, full.data_ptr(), kind
             if note is asked:
-                wanted = small
-        return wanted
-
-    def _portion(self, asked: Note) -> list[Note]:
-        full = asked.full()
-        if asked.portion < 0 or (full is not None and full._backward_hooks):
-            return [asked]  # hooks of a parameter that a pass does not use must not run: see Gather.backward
-        return self.portions[asked.portion]
+                note.known, note.found[tracking], first = True, None, small  # asked again, it begins another pass
+        return first
 
 
-def _gather(notes: list[Note], fulls: list[Tensor]) -> tuple[Tensor, ...]:
-    from . import many
+class Batch:
+    """Slices that are fetched in one launch, and the memory they are put in.
 
-    pieces = []
-    for note, full in zip(notes, fulls, strict=True):
-        form = note.form(full)
-        small = torch.empty(form.small_shape, dtype=form.dtype, device=full.device, memory_format=form.memory_format)
-        if not form.readable:
-            full = full.detach().contiguous(memory_format=form.memory_format)
-        piece = form.piece(full, small, form.take_layout)
-        if piece.layout is None:
-            piece.layout = form.take_layout = many.layout(piece, walk_full=False)
-        pieces.append(piece)
-    many.take(pieces)
-    return tuple(p.small for p in pieces)
+    Whoever asks is given other tensors over that memory; as long as one of them is alive, it has more users than at
+    first.
+    """
+
+    used = -1  # the round it served last
+
+    def __init__(self, notes: list[Note], fulls: list[Tensor]) -> None:
+        from . import many
+
+        self.looks = _looks(fulls)
+        self.shapes = Shapes(notes, fulls)
+        self.cuts = [(s, s.start, s.width) for s in _slices(notes)]
+        self.settled = _users is not None and all(form.readable for form in self.shapes.forms)
+        self.copies = []
+        pieces = []
+        with torch.inference_mode(False):  # memory that autograd may see at another time
+            for form, full in zip(self.shapes.forms, fulls, strict=True):
+                small = torch.empty(
+                    form.small_shape, dtype=form.dtype, device=full.device, memory_format=form.memory_format
+                )
+                source = full
+                if not form.readable:
+                    source = full.detach().contiguous(memory_format=form.memory_format)
+                    self.copies.append(source)
+                piece = form.piece(source, small, form.take_layout)
+                if piece.layout is None:
+                    piece.layout = form.take_layout = many.layout(piece, walk_full=False)
+                pieces.append(piece)
+        self.pieces, self.many = many.Settled(pieces), many
+        self.memory = [piece.small for piece in pieces]
+        self.storages = [t.untyped_storage() for t in self.memory]
+        self.cells = [s._cdata for s in self.storages]
+        self.unused = self.users()
+
+    def serves(self, fulls: list[Tensor]) -> bool:
+        """Whether it would be the same if it were made anew for its portion, and nobody else has its memory."""
+        return (
+            _looks(fulls) == self.looks
+            and all(s.start is start and s.width == width for s, start, width in self.cuts)
+            and self.users() == self.unused
+        )
+
+    def users(self) -> list[int]:
+        """How many tensors have each memory, and how many objects hold it as a storage."""
+        return [*map(_users, self.cells), *map(sys.getrefcount, self.storages)] if _users else []
+
+    def fill(self) -> tuple[Tensor, ...]:
+        """The slices as they are now."""
+        self.many.take(self.pieces)
+        return tuple([t.data for t in self.memory])
+
+
+def _looks(fulls: list[Tensor]) -> list[Any]:
+    """What a table says of these tensors."""
+    return [*map(Tensor.data_ptr, fulls), *map(Tensor.stride, fulls), *map(_kind_and_shape, fulls)]
+
+
+_kind_and_shape = operator.attrgetter("dtype", "shape")
+
+
+def _slices(notes: list[Note]) -> list[Slice]:
+    return list(dict.fromkeys(s for note in notes for s in note.slices))
+
+
+class Shapes:
+    """What a graph needs of a batch. It must not hold the slices, which hold what was fetched."""
+
+    def __init__(self, notes: list[Note], fulls: list[Tensor]) -> None:
+        self.forms = [note.form(full) for note, full in zip(notes, fulls, strict=True)]
+        slices = _slices(notes)
+        axes = list(dict.fromkeys(a for note in notes for a in (note.rows, note.cols) if a is not None))
+        self.slices = [weakref.ref(s) for s in slices]
+        self.axes = [(weakref.ref(a), slices.index(a.slice), tuple(a.geometry)) for a in axes]
+        self.sides = [[None if a is None else axes.index(a) for a in (note.rows, note.cols)] for note in notes]
+
+    def starts(self) -> list[int | None]:
+        """Where the slices lie now; ``None`` if the model is gone."""
+        live = [ref() for ref in self.slices]
+        return [None if s is None else s.start_on_host for s in live]
+
+    def sliced(self, grads: list[tuple[int, Tensor]], starts: list[int]) -> list[SlicedGrad]:
+        """Gradients, each with its number in the batch, by themselves: at the places that ``starts`` say."""
+        from ..grads import Place, SlicedGrad
+
+        places = [Place(axis(), starts[s], geometry) for axis, s, geometry in self.axes]
+        made = []
+        for i, grad in grads:
+            form = self.forms[i]
+            rows, cols = (None if a is None else places[a] for a in self.sides[i])
+            made.append(SlicedGrad(grad, form.like, rows, cols, form.gain, form.row_scale, form.col_scale))
+        return made
 
 
 class Gather(views._Function):
     """All slices of a portion; backward puts all gradients into place, or hands on slice-sized ones."""
 
     @staticmethod
-    def forward(ctx: Any, notes: list[Note], *fulls: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, batch: Batch, *fulls: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        smalls = _gather(notes, list(fulls))
-        ctx.forms = [n.form(f) for n, f in zip(notes, fulls, strict=True)]
-        ctx.starts = [form.place() for form in ctx.forms]
-        frozen = [s for s, f in zip(smalls, fulls, strict=True) if not f.requires_grad]
-        ctx.mark_non_differentiable(*frozen)
+        ctx.shapes, ctx.starts = batch.shapes, batch.shapes.starts()
+        smalls = batch.fill()
+        if frozen := [s for s, f in zip(smalls, fulls, strict=True) if not f.requires_grad]:
+            ctx.mark_non_differentiable(*frozen)
         return smalls
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         from . import many
 
+        shapes, needed = ctx.shapes, ctx.needs_input_grad[1:]
         whole = torch.is_grad_enabled()  # second derivatives are asked for: ordinary operations have them
+        moved = ctx.starts != shapes.starts()
         out: list[Tensor | None] = [None] * len(grads)
-        pieces = []
-        for i, (form, starts, grad) in enumerate(zip(ctx.forms, ctx.starts, grads, strict=True)):
-            if grad is None or not ctx.needs_input_grad[i + 1]:
+        pieces, apart = [], []
+        for i, (form, grad, wanted) in enumerate(zip(shapes.forms, grads, needed, strict=True)):
+            if grad is None or not wanted:
                 continue
-            if whole or form.compact or starts != form.place():
-                sliced = _sliced(form, starts, grad)
-                out[i] = sliced if form.compact and not whole else sliced.dense()
+            if whole or moved or form.compact:
+                apart.append((i, grad))
                 continue
             shape, _, dtype = form.like
-            full = torch.empty(shape, dtype=dtype, device=grad.device, memory_format=form.memory_format)
+            full = out[i] = torch.empty_strided(shape, form.put_strides, dtype=dtype, device=grad.device)
             piece = form.piece(full, grad, form.put_layout)
             if piece.layout is None:
                 piece.layout = form.put_layout = many.layout(piece, walk_full=True)
             pieces.append(piece)
-            out[i] = full
         if pieces:
             many.put(pieces)
+        if apart:
+            for (i, _), sliced in zip(apart, shapes.sliced(apart, ctx.starts), strict=True):
+                out[i] = sliced if shapes.forms[i].compact and not whole else sliced.dense()
         return None, *out
-
-
-def _sliced(form: Form, starts: list[int], grad: Tensor) -> SlicedGrad:
-    """The gradient of one parameter by itself."""
-    from ..grads import Place, SlicedGrad
-
-    left = iter(starts)
-    rows, cols = (
-        None if ref is None or cut is None else Place(ref(), next(left), tuple(cut[1]))
-        for ref, cut in zip(form.axes, (form.rows, form.cols), strict=True)
-    )
-    return SlicedGrad(grad, form.like, rows, cols, form.gain, form.row_scale, form.col_scale)
 
 
 def usable(full: Tensor) -> bool:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 import struct
+from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from . import tables
 from .kernels import _matrix
-from .views import is_channels_last, memory_format
+from .views import format_of, is_channels_last, memory_format
 
 BLOCK_R, BLOCK_C = 4, 256
 FIELDS = 23
@@ -48,8 +50,30 @@ class Piece:
     """What :func:`layout` says of this piece, where somebody has kept it."""
 
 
+CHANNELS_LAST = 4
+"""Where a layout says whether the full tensor is."""
+
+
 def layout(piece: Piece, walk_full: bool) -> list[int]:
-    """The fields of the table that stay the same from step to step, and behind them how many tiles it takes."""
+    """The fields of the table that stay the same from step to step, and behind them how many tiles it takes.
+
+    The same list for the same fields: see :func:`_rows`.
+    """
+    sides = [None if side is None else (side[0].data_ptr(), *side[1]) for side in (piece.rows, piece.cols)]
+    scales = [None if s is None else s.data_ptr() for s in (piece.row_scale, piece.col_scale)]
+    full, channels_last = piece.full, is_channels_last(piece.full)
+    key = (walk_full, full.shape, piece.small.shape, channels_last, full.device, piece.gain, *sides, *scales)
+    if key not in _layouts:
+        if len(_layouts) > 4096:
+            _layouts.clear()
+        _layouts[key] = _layout(piece, walk_full)
+    return _layouts[key]
+
+
+_layouts: dict[Any, list[int]] = {}
+
+
+def _layout(piece: Piece, walk_full: bool) -> list[int]:
     walked, mapped = (piece.full, piece.small) if walk_full else (piece.small, piece.full)
     n_rows, n_cols, rest = _matrix(walked)
     mapped_rows, mapped_cols, _ = _matrix(mapped)
@@ -73,48 +97,100 @@ def supports(*tensors: Tensor) -> bool:
     return all(t.dtype in _DTYPES and t.is_contiguous(memory_format=memory_format(t)) for t in tensors)
 
 
-def _launch(kernel: Any, pieces: list[Piece], walk_full: bool, dtypes: Any, *args: Any, **flags: Any) -> None:
-    """Run ``kernel`` over pieces that agree on ``dtypes(piece)``, one launch for each kind."""
-    alike: dict[Any, list[Piece]] = {}
-    for piece in pieces:
-        alike.setdefault(dtypes(piece), []).append(piece)
-    for kinds, same in alike.items():
-        fields, tiles = _fields([p.layout or layout(p, walk_full) for p in same])
-        if not tiles:
-            continue
-        pointers = [[p.full.data_ptr(), p.small.data_ptr(), *_changing(p)] for p in same]
-        device = same[0].full.device
-        table = tables.make(torch.cat([_on_host(pointers), fields], 1), device)
-        with torch.cuda.device_of(same[0].full):
-            kernel[(sum(tiles),)](
-                table, _owners(tiles, device), *args,
-                *(_DTYPES[d] for d in kinds), torch.float64 in kinds, FIELDS, BLOCK_R, BLOCK_C, **flags,
+class Settled:
+    """Pieces that stay where they are: their tables are made once, and :func:`take` only launches."""
+
+    def __init__(self, pieces: list[Piece]) -> None:
+        self.launches = _launches(pieces, False, _both)
+        self.count = len(pieces)
+
+    def __len__(self) -> int:
+        return self.count
+
+
+@dataclass
+class _Launch:
+    """Pieces of the same dtypes, on the device."""
+
+    table: Tensor
+    owners: Tensor
+    tiles: int
+    kinds: tuple[torch.dtype, ...]
+
+    def run(self, kernel: Any, *args: Any, **flags: Any) -> None:
+        with torch.cuda.device_of(self.table):
+            kernel[(self.tiles,)](
+                self.table, self.owners, *args,
+                *(_DTYPES[d] for d in self.kinds), torch.float64 in self.kinds, FIELDS, BLOCK_R, BLOCK_C, **flags,
             )  # fmt: skip
 
 
-def _changing(piece: Piece) -> list[int]:
-    """Where its state and its step count are; a count that is kept on the host is given itself."""
+def _launches(pieces: list[Piece], walk_full: bool, dtypes: Callable[[Piece], Any]) -> list[_Launch]:
+    """One launch for each kind of piece, ``dtypes(piece)``."""
+    alike: dict[Any, list[Piece]] = {}
+    for piece in pieces:
+        alike.setdefault(dtypes(piece), []).append(piece)
+    made = []
+    for kinds, same in alike.items():
+        device = same[0].full.device
+        rows = _rows([p.layout or layout(p, walk_full) for p in same])
+        if rows.total:
+            made.append(_Launch(tables.make(rows.at(same), device), _owners(rows.tiles, device), rows.total, kinds))
+    return made
+
+
+def _launch(kernel: Any, pieces: list[Piece], walk_full: bool, dtypes: Any, *args: Any, **flags: Any) -> None:
+    for launch in _launches(pieces, walk_full, dtypes):
+        launch.run(kernel, *args, **flags)
+
+
+def _both(piece: Piece) -> tuple[torch.dtype, ...]:
+    return piece.full.dtype, piece.small.dtype
+
+
+class _Rows:
+    """A table on the host, whose addresses are written anew each time."""
+
+    def __init__(self, layouts: list[list[int]]) -> None:
+        self.layouts = layouts  # so that no id is used again: see _rows
+        self.tiles = tuple(fields[-1] for fields in layouts)
+        self.total = sum(self.tiles)
+        first = itertools.accumulate(self.tiles, initial=0)
+        self.numbers = array("q")
+        for fields, at in zip(layouts, first, strict=False):
+            self.numbers.extend((*[0] * _ADDRESSES, *fields[:-1], at))
+        self.tensor = torch.frombuffer(self.numbers, dtype=torch.int64) if layouts else None
+
+    def at(self, pieces: list[Piece]) -> Tensor:
+        """The table for pieces that lie there; the next call overwrites it."""
+        for column, values in enumerate(zip(*map(_addresses, pieces), strict=True)):
+            self.numbers[column::FIELDS] = array("q", values)
+        assert self.tensor is not None
+        return self.tensor
+
+
+def _addresses(piece: Piece) -> list[int]:
+    """Of its tensors, its state and its step count; a count that is kept on the host is given itself."""
+    both = [piece.full.data_ptr(), piece.small.data_ptr()]
     if not piece.state and piece.step is None:
-        return [0, 0, 0, 0]
+        return both
     state = [t.data_ptr() for t in piece.state]
     step = 0 if piece.step is None else piece.step.data_ptr() if piece.step.is_cuda else int(piece.step)
-    return [*state, *[0] * (3 - len(state)), step]
+    return [*both, *state, *[0] * (3 - len(state)), step]
 
 
-def _fields(layouts: list[list[int]]) -> tuple[Tensor, tuple[int, ...]]:
-    """The unchanging columns of the table, and the tiles of each piece; kept for layouts that are."""
+def _rows(layouts: list[list[int]]) -> _Rows:
+    """The table of these layouts; kept, since most steps need the same."""
     key = tuple(map(id, layouts))
     if key not in _known:
         if len(_known) > 64:
             _known.clear()
-        tiles = tuple(fields[-1] for fields in layouts)
-        first = [0, *itertools.accumulate(tiles)]
-        rows = [[*fields[:-1], at] for fields, at in zip(layouts, first, strict=False)]
-        _known[key] = layouts, _on_host(rows), tiles if first[-1] else ()  # layouts: so that no id is used again
-    return _known[key][1:]
+        _known[key] = _Rows(layouts)
+    return _known[key]
 
 
-_known: dict[tuple[int, ...], tuple[list[list[int]], Tensor, tuple[int, ...]]] = {}
+_ADDRESSES = 6
+_known: dict[tuple[int, ...], _Rows] = {}
 _zeros: dict[torch.device, Tensor] = {}
 _kept: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
@@ -260,16 +336,18 @@ def _put_kernel(
     tl.store(full + r.to(tl.int64)[:, None] * n_entries + e[None, :], value.to(FULL), mask=inside)
 
 
-def take(pieces: list[Piece]) -> None:
+def take(pieces: list[Piece] | Settled) -> None:
     """Fill ``small`` of every piece from ``full``."""
-    _launch(_take_kernel, pieces, False, lambda p: (p.full.dtype, p.small.dtype))
+    for launch in (pieces if isinstance(pieces, Settled) else Settled(pieces)).launches:
+        launch.run(_take_kernel)
 
 
 def put(pieces: list[Piece]) -> None:
     """Fill ``full`` of every piece (uninitialised memory) with ``small`` in its place and zeros elsewhere."""
     for p in pieces:
-        p.small = p.small.contiguous(memory_format=memory_format(p.full))
-    _launch(_put_kernel, pieces, True, lambda p: (p.full.dtype, p.small.dtype))
+        p.layout = p.layout or layout(p, walk_full=True)
+        p.small = p.small.contiguous(memory_format=format_of(p.full.dim(), p.layout[CHANNELS_LAST] == 1))
+    _launch(_put_kernel, pieces, True, _both)
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ class Arena:
         if self.used > len(self.memory):
             raise RuntimeError(f"the tables of this graph need more than the {len(self.memory)} entries set aside")
         table = self.memory[begin : begin + values.numel()].view(values.shape)
-        self.waiting.append((table, values))
+        self.waiting.append((table, values.clone()))
         return table
 
     def fill(self) -> None:
@@ -57,10 +57,10 @@ def possible(device: torch.device) -> bool:
 
 
 def make(values: Tensor, device: torch.device) -> Tensor:
-    """A table on ``device`` with these int64 ``values``."""
+    """A table on ``device`` with these int64 ``values``, which may change as soon as this returns."""
     if _arena is not None and capturing(device):
         return _arena.make(values)
-    return values.to(device, non_blocking=True)  # pageable memory is staged at once: no synchronisation
+    return values.to(device, non_blocking=True, copy=True)  # pageable memory is staged at once: no synchronisation
 
 
 @contextlib.contextmanager

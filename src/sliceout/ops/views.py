@@ -8,7 +8,7 @@ dimensions the runs make rectangles, so everything here is ``narrow`` and ``copy
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -147,6 +147,28 @@ def runs(start: int, geometry: list[int]) -> list[tuple[int, int, int]]:
     first = min(width, size - start)
     head = (start * inner, 0, first * inner)
     return [head] if first == width else [head, (0, first * inner, (width - first) * inner)]
+
+
+def one_run(start: int, geometry: list[int]) -> slice | None:
+    """What a vector is indexed with to get its kept entries as one view; ``None`` if they are more than one run."""
+    size, width, blocks, inner = geometry
+    return slice(start * inner, (start + width) * inner) if blocks == 1 and start + width <= size else None
+
+
+def store_(fulls: Sequence[Tensor], smalls: Sequence[Tensor], cut: Cut) -> None:
+    """Write each of ``smalls`` over the kept entries of its vector in ``fulls``: one launch on a GPU."""
+    start, (size, width, blocks, inner) = cut
+    if blocks == 1 and start + width > size:  # wraps around the end: a call for each vector instead of two for each run
+        last, first = (size - start) * inner, (start + width - size) * inner
+        targets, sources = list[Tensor](), list[Tensor]()
+        for full, small in zip(fulls, smalls, strict=True):
+            head, _, tail = full.split_with_sizes([first, start * inner - first, last])
+            targets += [tail, head]
+            sources += small.split_with_sizes([last, first])
+    else:
+        both = [r for full, small in zip(fulls, smalls, strict=True) for r in rectangles(full, small, cut)]
+        targets, sources = ([r[i] for r in both] for i in (0, 1))
+    torch._foreach_copy_(targets, sources)
 
 
 def small_shape(shape: torch.Size, rows: list[int], cols: list[int]) -> list[int]:
