@@ -33,6 +33,11 @@ with contextlib.suppress(ModuleNotFoundError):  # timm and torchvision, where it
     make_torchvision_importable()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes minutes in one process goes first, so that no worker waits for it at the end."""
+    items.sort(key=lambda item: not item.name.endswith("through_the_interpreter"))
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
     """Every test starts from the same random state, and leaves torch's defaults as they were."""

@@ -42,9 +42,10 @@ def pair(name: str = "mlp", **settings) -> tuple[nn.Module, nn.Module]:
     return model, copy.deepcopy(model)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("sampling", ["circular", "window"])
-@pytest.mark.parametrize("name", NETWORKS)
+MODES = [(name, sampling, "aot_eager") for name in NETWORKS for sampling in ("circular", "window")]
+
+
+@pytest.mark.parametrize(("name", "sampling", "backend"), [*MODES, ("convnet", "window", "inductor")])
 def test_training_equals_eager_compact_training(name, sampling, backend, float64):
     """The scales of window slices differ from unit to unit."""
     model, eager = pair(name, sampling=sampling)
