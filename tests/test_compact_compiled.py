@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
 
 import pytest
 import torch
@@ -125,6 +126,21 @@ def test_gradients_add_up_and_hooks_run(float64):
     assert sorted(calls["eager"]) == ["SlicedGrad"] * 3 + ["grad"] * 3
     assert [name for name, kind in kinds(model).items() if kind is SlicedGrad] == ["0.bias", "2.bias", "4.weight"]
     same_gradients(model, eager)
+
+
+@pytest.mark.parametrize("how", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_that_the_graph_does_not_know_of_raises(how, float64):
+    """Autograd would call it with no gradient, or twice."""
+    model, _ = pair()
+    run = compiled(model)
+    loss_of(run, data("mlp")).backward()
+    getattr(model[2].weight, how)(lambda _: None)
+    with pytest.raises(RuntimeError, match="has got a hook"):
+        loss_of(run, data("mlp")).backward()
+    model.train()
+    model.zero_grad()
+    loss_of(run, data("mlp")).backward()
+    assert kinds(model)["2.weight"] is torch.Tensor
 
 
 def test_gradients_of_two_draws_add_up(float64):
@@ -261,6 +277,40 @@ def test_a_layer_that_is_gone_takes_its_gradient_along(float64):
     for hook in leaf._post_accumulate_grad_hooks.values():
         hook(leaf)
     assert leaf.grad is None
+
+
+def test_a_replaced_parameter_is_not_kept_alive(float64):
+    """As by FSDP2, which puts a shard in its place."""
+    model, _ = pair()
+    before = weakref.ref(model[2].weight)
+    model[2].weight = nn.Parameter(torch.zeros(12, 16))
+    assert before() is None
+
+
+def test_parametrized_layers_may_be_refused(float64):
+    """What DDP does with layers whose gradients it averages itself."""
+    model, _ = pair()
+    nn.utils.parametrizations.weight_norm(model[2])
+    bias = model[2].bias
+    stand_ins.refuse(model, {bias})
+    assert {name: list(m._stand_ins) for name, m in model.named_children() if hasattr(m, "_stand_ins")} == {
+        "0": [], "2": ["bias"], "4": []
+    }  # fmt: skip
+
+
+def test_stand_ins_made_in_inference_mode_can_be_trained(monkeypatch, float64):
+    monkeypatch.setattr(stand_ins, "_grounds", {})
+    model, eager = pair()
+    for layer in model:
+        vars(layer).pop("_stand_ins", None)
+    with torch.inference_mode():
+        stand_ins._grounds.clear()
+        stand_ins.renew_all(model)
+    for call in (compiled(model), eager):
+        loss_of(call, data("mlp")).backward()
+    assert kinds(model) == kinds(eager)
+    same_gradients(model, eager)
+    build("mlp", grads="compact")  # which shares their memory
 
 
 def test_dense_slices_have_none():

@@ -49,8 +49,8 @@ def renew(layer: Any) -> None:
         p = layer._parameters.get(name)
         if p is not None and taken.compact and _may_be_stood_for(p):
             kept = before.get(name)
-            fits = kept is not None and kept[0] is p and _fits(kept[1], p, taken)
-            made[name] = kept if fits else (p, _make(layer, name, p, taken))
+            fits = kept is not None and kept[0]() is p and _fits(kept[1], p, taken)
+            made[name] = kept if fits else (weakref.ref(p), _make(layer, name, p, taken))
     if made.keys() != before.keys() or any(made[name] is not before[name] for name in made):
         layer._stand_ins = made
 
@@ -69,8 +69,11 @@ def left_out(state: Any) -> dict[str, Any]:
 
 def _may_be_stood_for(p: Tensor) -> bool:
     plain = type(p) is nn.Parameter and p.is_floating_point() and not p.is_meta
-    watched = p._backward_hooks or not all(is_ours(h) for h in (p._post_accumulate_grad_hooks or {}).values())
-    return plain and not watched and p not in _refused
+    return plain and not _watched(p) and p not in _refused
+
+
+def _watched(p: Tensor) -> bool:
+    return bool(p._backward_hooks) or not all(is_ours(h) for h in (p._post_accumulate_grad_hooks or {}).values())
 
 
 def is_ours(hook: Any) -> bool:
@@ -85,7 +88,7 @@ def refuse(model: nn.Module, allowed: set[Tensor]) -> None:
     """No stand-ins for any other parameter: somebody waits for its gradient where autograd would put it."""
     for layer in model.modules():
         for name in getattr(layer, "_stand_ins", {}):
-            p = layer._parameters[name]
+            p = layer._parameters.get(name)  # which may be parametrized by now
             if p is not None and p not in allowed:
                 _refused[p] = True
     renew_all(model)
@@ -101,6 +104,7 @@ def _fits(leaf: Tensor, p: Tensor, taken: Taken) -> bool:
     return (list(leaf.shape), leaf.stride(), leaf.dtype, leaf.device) == (shape, strides, p.dtype, p.device)
 
 
+@torch.inference_mode(False)  # ``model.train()`` may be called in there, and what is made in there is never trained
 def _make(layer: Any, name: str, p: Tensor, taken: Taken) -> Tensor:
     shape = _shape(p, taken)
     strides = _strides(tuple(shape), views.is_channels_last(p))  # as the gradient will lie, or autograd would copy it
@@ -138,9 +142,11 @@ def _arrive(layer: weakref.ref[Any], name: str, leaf: Tensor) -> None:
 @torch.no_grad()
 def _accumulate(p: Tensor, grad: Tensor) -> None:
     """What autograd does with the gradient of a leaf."""
-    for hook in (p._backward_hooks or {}).values():
-        changed = hook(grad)
-        grad = grad if changed is None else changed
+    if _watched(p):  # autograd calls its hooks too: without the gradient, or once more
+        raise RuntimeError(
+            "sliceout: a parameter with compact gradients has got a hook. Call model.train() after you register hooks, "
+            "so that the compiled graph learns of it: the gradient of this parameter will be dense"
+        )
     if p.grad is None:
         p.grad = grad
     else:

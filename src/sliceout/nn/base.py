@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import draws, stand_ins
+from ..ops import StandIn
 from ..slices import Axis, Joint, Slice
 
 
@@ -26,7 +27,7 @@ class Sliced:
     axes: dict[str, Axis]
     """The slices by role: ``in`` and ``out``, or ``unit`` for a layer that treats each unit by itself."""
 
-    _stand_ins: dict[str, tuple[Tensor, Tensor]] = {}  # noqa: RUF012 (replaced, never changed)
+    _stand_ins: dict[str, StandIn] = {}  # noqa: RUF012 (replaced, never changed)
     """What receives compact gradients in compiled graphs; see ``sliceout.stand_ins``."""
 
     def bind(self, axes: dict[str, Axis]) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["by_views", "library", "one_launch", "store_", "take", "take_pair", "take_to_change", "without_views"]
 
 
-StandIn = tuple[Tensor, Tensor]
-"""A parameter, and what receives its compact gradient in compiled graphs: see ``sliceout.stand_ins``."""
+StandIn = tuple[weakref.ref[Tensor], Tensor]
+"""A parameter (not kept alive), and what receives its compact gradient in compiled graphs: ``sliceout.stand_ins``."""
 
 _views = True
 
@@ -114,7 +115,7 @@ def _receives(stand_in: StandIn, full: Tensor, rows: list[int], cols: list[int])
     return (
         torch.compiler.is_compiling()
         and not torch.compiler.is_exporting()
-        and parameter is full  # FSDP and functional_call put other tensors in its place
+        and parameter() is full  # FSDP and functional_call put other tensors in its place
         and full.requires_grad
         and torch.is_grad_enabled()
         and list(leaf.shape) == views.small_shape(full.shape, rows, cols)
