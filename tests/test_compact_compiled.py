@@ -318,6 +318,16 @@ def test_dense_slices_have_none():
     assert stand_ins.Taken(sliceout.Slice(8).axis()).compact is False
 
 
+def test_compiled_autograd(float64):
+    """Compiles backward passes as a whole, and with them whatever Python runs there."""
+    model, eager = pair()
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(lambda x: loss_of(model, x).backward(), backend="aot_eager")(data("mlp"))
+    loss_of(eager, data("mlp")).backward()
+    same_gradients(model, eager)
+
+
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
 
 

@@ -83,8 +83,11 @@ class CapturedStep:
                 step()
             kept.restore()
         torch.cuda.current_stream().wait_stream(side)
-        del kept  # the graph is to take its place, and that of the warm-up's gradients
+        del kept  # the graph is to take its place, and that of the warm-up's gradients and slices
         optimizer.zero_grad(set_to_none=True)
+        for family in draws.families_in(optimizer):
+            if family.fetched is not None:
+                family.fetched.release()
         _free_workspaces()
         self.graph = torch.cuda.CUDAGraph()  # entering it gives back what is free now
         with (

@@ -38,6 +38,8 @@ def watch() -> None:
 
 def _on_registration(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     """DDP sets ``self.module`` after it has listed the parameters, and before it does anything with them."""
+    if torch.compiler.is_compiling():
+        return
     if isinstance(parent, DistributedDataParallel) and name == "module" and module is not None:
         stand_ins.refuse(module, _take_over(parent, module))
 

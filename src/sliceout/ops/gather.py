@@ -183,6 +183,12 @@ class Plan:
         for note in self.notes.values():
             note.found = [None, None]
 
+    def release(self) -> None:
+        """Let go of all memory, but not of what was learned."""
+        self.kept = {}
+        for note in self.notes.values():
+            note.found = [None, None]
+
     def learn(self, note: Note) -> Note:
         self.notes[note.key] = note
         self.stale = True
