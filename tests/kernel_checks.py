@@ -568,6 +568,10 @@ def test_the_next_pass_uses_the_same_memory_and_the_same_table(gathering, monkey
         draw_(model)
     assert len(before[0].memory) == 9
     assert kept(model)[0] is before[0]
+    plan = slices(model).fetched
+    assert {t.data_ptr() for t in plan.held()} >= {t.data_ptr() for t in before[0].memory}
+    plan.release()
+    assert not plan.held()
     assert not [walk_full for _, walk_full, _ in made if not walk_full], "no table for a take"
 
 

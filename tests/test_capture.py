@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import sliceout
-from sliceout.capture import _free_workspaces, _State
+from sliceout.capture import _State, free_workspaces
 
 needs_cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 OPTIMIZERS = {  # rates that float32 holds exactly: kernels read them in that precision
@@ -159,7 +159,7 @@ def test_a_captured_step_holds_what_it_replays_and_nothing_of_the_warm_up() -> N
     model = nn.Sequential(nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 8)).cuda()
     x, y = torch.randn(16, 64, device="cuda"), torch.zeros(16, dtype=torch.long, device="cuda")
     optimizer = torch.optim.SGD(model.parameters(), 2**-6, momentum=0.9, fused=True)
-    _free_workspaces()
+    free_workspaces()
     before = torch.cuda.memory_allocated()
     steps = [sliceout.capture(model, nn.functional.cross_entropy, optimizer, (x, y)) for _ in range(2)]
     held = torch.cuda.memory_allocated() - before

@@ -70,7 +70,7 @@ class CapturedStep:
             optimizer.zero_grad(set_to_none=True)
             with torch.autocast("cuda", autocast or torch.bfloat16, enabled=autocast is not None, cache_enabled=False):
                 loss = loss_fn(model(*self.batch[:-1]), self.batch[-1])
-            _free_workspaces()  # each thread has its own: the backward's may take the memory of the forward's
+            free_workspaces()  # each thread has its own: the backward's may take the memory of the forward's
             loss.backward()
             optimizer.step()
             return loss.detach()
@@ -88,7 +88,7 @@ class CapturedStep:
         for family in draws.families_in(optimizer):
             if family.fetched is not None:
                 family.fetched.release()
-        _free_workspaces()
+        free_workspaces()
         self.graph = torch.cuda.CUDAGraph()  # entering it gives back what is free now
         with (
             tables.deferred(_entries(model), self.batch[0].device) as self.tables,
@@ -96,7 +96,7 @@ class CapturedStep:
             torch.cuda.graph(self.graph),
         ):
             self.loss = step()
-        _free_workspaces()
+        free_workspaces()
         self.state = _State(optimizer)
         self.live = [s for family in draws.families_in(optimizer) for s in family]
         self.widths = [s.width if s.on else s.size for s in self.live]
@@ -138,15 +138,17 @@ def _check(model: nn.Module, optimizer: Optimizer, batch: tuple[Tensor, ...]) ->
         raise ValueError("a DistributedDataParallel step cannot be captured here: its hooks run on the host")
 
 
-def _free_workspaces() -> None:
-    """Let go of what cuBLAS keeps for every thread and stream that ever multiplied: 32 MiB each on Hopper.
+def free_workspaces() -> bool:
+    """Let go of what cuBLAS keeps for every thread and stream that ever multiplied: 32 MiB each on Hopper. If it can.
 
     Those of the warm-up would stay for good. Those made while capturing lie in the graph's own memory, which nobody
     else gets as long as the graph lives, so replays may go on using them; kept on, a later capture on the same stream
     would write into this graph's. torch's graphs of compiled code do it too (``cudagraph_trees.clear_cublas_manager``).
     """
-    if hasattr(torch._C, "_cuda_clearCublasWorkspaces"):
-        torch._C._cuda_clearCublasWorkspaces()
+    if not hasattr(torch._C, "_cuda_clearCublasWorkspaces"):
+        return False
+    torch._C._cuda_clearCublasWorkspaces()
+    return True
 
 
 def _entries(model: nn.Module) -> int:

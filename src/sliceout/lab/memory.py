@@ -81,6 +81,26 @@ def _highest_sum(changes: Iterable[int]) -> int:
     return highest
 
 
+def steady_peaks(step: Callable[[], object], steps: int) -> dict[str, int]:
+    """What the process needs on its GPU to go on: caches of the warm-up (trials, captures) are released first.
+
+    ``max_reserved_process`` is what it held until then at most.
+    """
+    torch.cuda.synchronize()
+    process = torch.cuda.max_memory_reserved()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(steps):
+        step()
+    torch.cuda.synchronize()
+    return {
+        "max_allocated": torch.cuda.max_memory_allocated(),
+        "max_reserved": torch.cuda.max_memory_reserved(),
+        "max_reserved_process": process,
+    }
+
+
 def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
     """One tensor for each piece of memory: tied parameters count once."""
     return list({t.untyped_storage().data_ptr(): t for t in tensors}.values())

@@ -183,6 +183,11 @@ class Plan:
         for note in self.notes.values():
             note.found = [None, None]
 
+    def held(self) -> list[Tensor]:
+        """The slices whose memory waits for the next pass, or for the rest of this one."""
+        kept = [t for batch in self.kept.values() for t in batch.memory]
+        return kept + [found[0] for note in self.notes.values() for found in note.found if found is not None]
+
     def release(self) -> None:
         """Let go of all memory, but not of what was learned."""
         self.kept = {}

@@ -2,6 +2,6 @@
 
 ``cases`` says what can be asked for, ``suites.toml`` which questions belong together, ``work`` builds a network, its
 batch and its optimizer, ``floor`` cuts it down to the sliced widths, ``worker`` times it in a process of its own,
-``where`` says there what time and memory were spent on, ``run`` starts the workers, ``files`` keeps the results,
-``show`` prints and draws them, ``where_page`` those of ``where``, ``page`` writes the document.
+``profile`` says there what time and memory were spent on, ``run`` starts the workers, ``files`` keeps the results,
+``show`` prints and draws them, ``profile_page`` those of ``profile``, ``page`` writes the document.
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import LabError
-from . import show, where_page
+from . import profile_page, show
 from .cases import SUITES, case_of
 from .files import compared, read
 from .worker import held
@@ -96,7 +96,7 @@ def page(folder: Path) -> str:
             parts.append("\\* of no dropout: there is no row of standard dropout to compare with.\n")
         if data["match_memory"]:
             parts += ["\nA larger batch in the memory of standard dropout (the paper's approach 2):\n", _match(data)]
-    parts += ["\n## Where the time and the memory go\n", *where_page.parts(folder)]
+    parts += ["\n## Where the time and the memory go\n", *profile_page.parts(folder)]
     parts += ["\n## Layer by layer: which slices pay\n", *_payoff(folder)]
     return "\n".join(parts)
 

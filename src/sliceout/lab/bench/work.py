@@ -23,6 +23,8 @@ from .floor import narrow_
 
 SIDES = {"b0": 224, "b1": 240, "b2": 260, "b3": 300, "b4": 380, "b5": 456, "b6": 528, "b7": 600}
 TOKENS = 64
+WARMUP = 10
+"""Steps on a GPU before anything is measured."""
 
 
 @dataclass

@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
+from ...capture import free_workspaces
 from .. import energy
-from . import where
+from ..memory import peak_of_step, steady_peaks
+from . import profile
 from .cases import case_of
-from .work import Work, build, set_precision, step_of, tune
+from .work import WARMUP, Work, build, set_precision, step_of, tune
 
-WARMUP = 10
 STEADY = 3
 """Steps whose memory counts, after the warm-up."""
 MOST = 16
@@ -57,7 +58,7 @@ def main() -> None:
         elif task.get("within") is not None:
             row.update(largest_batch(work, task["within"]))
         elif task.get("profile"):
-            row.update(where.look(work, case.batch))
+            row.update(profile.look(work, case.batch))
         else:
             row.update(measure(step_of(work, case.batch), work, task["seconds"]))
     except torch.OutOfMemoryError as error:
@@ -150,30 +151,16 @@ def _times(step: Callable[[], Any], device: torch.device, n: int) -> list[float]
 
 
 def settled_memory(step: Callable[[], Any], work: Work, batch: int) -> dict[str, Any]:
-    """What the process needs to go on: caches of the warm-up (trials of algorithms, captures) are released first."""
+    """Of a step that has been warmed up."""
     if work.device.type != "cuda":
         return {"max_allocated": _peak_on_cpu(step, work, batch), "max_reserved": None, "max_reserved_process": None}
     for _ in range(WARMUP):
         step()
-    torch.cuda.synchronize()
-    process = torch.cuda.max_memory_reserved()
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    for _ in range(STEADY):
-        step()
-    torch.cuda.synchronize()
-    return {
-        "max_allocated": torch.cuda.max_memory_allocated(),
-        "max_reserved": torch.cuda.max_memory_reserved(),
-        "max_reserved_process": process,
-    }
+    return dict(steady_peaks(step, STEADY))
 
 
 def _peak_on_cpu(step: Callable[[], Any], work: Work, batch: int) -> int:
     """The batch counts too, as it does on a GPU; several steps, since a slice that wraps around takes more."""
-    from ..memory import peak_of_step
-
     step(), step()
     inputs = sum(t.nbytes for t in work.batch(2)) * batch // 2
     return inputs + max(peak_of_step(work.net, work.optimizer, step) for _ in range(STEADY))
@@ -246,8 +233,7 @@ def release(work: Work) -> None:
         torch._dynamo.reset()  # and the graphs of reduce-overhead
     gc.collect()
     if work.device.type == "cuda":
-        if hasattr(torch._C, "_cuda_clearCublasWorkspaces"):
-            torch._C._cuda_clearCublasWorkspaces()  # one for every stream that a capture warmed up on
+        free_workspaces()
         torch.cuda.empty_cache()
 
 

@@ -174,7 +174,7 @@ def _profile(
 
     import torch
 
-    from ..bench import files, run, where_page
+    from ..bench import files, profile_page, run
 
     deadline = time.monotonic() + limit
     device = torch.device(kind)
@@ -189,7 +189,7 @@ def _profile(
         data["cases"].append(row)
         files.put(path, json.dumps(data, indent=1) + "\n")
         console.print(f"{row['model']} {row['mode']} {row['scheme']}: {row['error'] or 'profiled'}", soft_wrap=True)
-    for line in where_page.tables(data["cases"]):
+    for line in profile_page.tables(data["cases"]):
         console.print(line, soft_wrap=True, markup=False)
     console.print(f"Numbers: {path}", soft_wrap=True)
     if failed := [r["error"] for r in data["cases"] if r["error"]]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sliceout.lab import cli
-from sliceout.lab.bench import page, where, where_page
+from sliceout.lab.bench import page, profile, profile_page
 from sliceout.lab.bench.cases import Case
 from sliceout.lab.bench.work import build, tune
 
@@ -27,48 +27,49 @@ KEPT = 4 * (784 * 32 + 32 + 32 * 32 + 32 + 32 * 10 + 10)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x128x64", where.PRODUCTS),
-        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NNT", where.PRODUCTS),
-        ("void cutlass__5x_cudnn::Kernel<cutlass_tensorop_bf16_s16816dgrad>", where.PRODUCTS),
-        ("void cublasLt::splitKreduce_kernel<32, 16, int>", where.PRODUCTS),
-        ("void pytorch_flash::flash_fwd_kernel<...>", where.PRODUCTS),
-        ("void cudnn::bn_fw_tr_1C11_kernel_NHWC<__nv_bfloat16>", where.NORMS),
-        ("triton_red_fused__native_batch_norm_legit_functional_convolution_relu_3", where.NORMS),
-        ("triton_poi_fused__to_copy_convolution_backward_7", where.POINTWISE),
-        ("triton_per_fused_convert_element_type_sum_2", where.POINTWISE),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", where.POINTWISE),
-        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", where.OPTIMIZER),
-        ("_adam_kernel", where.OPTIMIZER),
-        ("_take_kernel", where.SLICES),
-        ("_copy", where.SLICES),
-        ("Memcpy DtoD (Device -> Device)", where.COPIES),
-        ("Memset (Device)", where.COPIES),
-        ("aten::addmm", where.PRODUCTS),
-        ("aten::mkldnn_convolution", where.PRODUCTS),
-        ("aten::add_", where.POINTWISE),
+        ("sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x128x64", profile.PRODUCTS),
+        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NNT", profile.PRODUCTS),
+        ("void cutlass__5x_cudnn::Kernel<cutlass_tensorop_bf16_s16816dgrad>", profile.PRODUCTS),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int>", profile.PRODUCTS),
+        ("void pytorch_flash::flash_fwd_kernel<...>", profile.PRODUCTS),
+        ("void cudnn::bn_fw_tr_1C11_kernel_NHWC<__nv_bfloat16>", profile.NORMS),
+        ("triton_red_fused__native_batch_norm_legit_functional_convolution_relu_3", profile.NORMS),
+        ("triton_poi_fused__to_copy_convolution_backward_7", profile.POINTWISE),
+        ("triton_per_fused_convert_element_type_sum_2", profile.POINTWISE),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", profile.POINTWISE),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", profile.OPTIMIZER),
+        ("_adam_kernel", profile.OPTIMIZER),
+        ("_take_kernel", profile.SLICES),
+        ("_copy", profile.SLICES),
+        ("Memcpy DtoD (Device -> Device)", profile.COPIES),
+        ("Memset (Device)", profile.COPIES),
+        ("aten::addmm", profile.PRODUCTS),
+        ("aten::mkldnn_convolution", profile.PRODUCTS),
+        ("aten::add_", profile.POINTWISE),
     ],
 )
 def test_kernels_are_told_apart_by_their_names(name: str, kind: str) -> None:
-    assert where.kind_of(name, where.our_kernels()) == kind
+    assert profile.kind_of(name, profile.our_kernels()) == kind
 
 
 def test_the_librarys_kernels_are_known() -> None:
-    names = where.our_kernels()
+    names = profile.our_kernels()
     assert {"_copy", "_take_kernel", "_put_kernel", "_adam_kernel", "_sgd_kernel"} <= names
     assert all(name.startswith("_") for name in names)
 
 
 def test_times_are_summed_by_kind_per_step() -> None:
-    n = where.STEPS
-    found = where.summed([("a_gemm", 2000.0 * n, 2 * n), ("add", 500.0 * n, n), ("b_gemm", 1000.0 * n, n)], frozenset())
-    assert found["kinds"][where.PRODUCTS] == {"ms": pytest.approx(3.0), "kernels": pytest.approx(3.0)}
+    n = profile.STEPS
+    kernels = [("a_gemm", 2000.0 * n, 2 * n), ("add", 500.0 * n, n), ("b_gemm", 1000.0 * n, n)]
+    found = profile.summed(kernels, frozenset())
+    assert found["kinds"][profile.PRODUCTS] == {"ms": pytest.approx(3.0), "kernels": pytest.approx(3.0)}
     assert found["busy_ms"] == pytest.approx(3.5)
     assert [e["name"] for e in found["longest"]] == ["a_gemm", "b_gemm", "add"]
 
 
 def test_gaps_are_where_nothing_runs() -> None:
     spans = [("b", 5.0, 9.0), ("a", 0.0, 4.0), ("inside", 6.0, 7.0), ("c", 12.0, 13.0)]
-    assert where.gaps(spans)["idle_ms"] == pytest.approx((1 + 3) / 1000 / where.STEPS)
+    assert profile.gaps(spans)["idle_ms"] == pytest.approx((1 + 3) / 1000 / profile.STEPS)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -80,7 +81,7 @@ def test_gaps_are_where_nothing_runs() -> None:
      ("sliceout", "compact", FULL, KEPT)],
 )  # fmt: skip
 def test_what_can_be_counted_is_counted(scheme: str, grads: str, parameters: int, gradients: int) -> None:
-    found = where.look(build(replace(BASE, scheme=scheme, grads=grads), CPU), 8)
+    found = profile.look(build(replace(BASE, scheme=scheme, grads=grads), CPU), 8)
     counted = found["memory"]["counted"]
     assert counted["parameters"] == parameters
     assert counted["gradients"] == gradients
@@ -88,15 +89,15 @@ def test_what_can_be_counted_is_counted(scheme: str, grads: str, parameters: int
     assert counted["batch"] == 8 * (784 * 4 + 8)
     assert found["memory"]["max_allocated"] == sum(counted.values()) + found["memory"]["rest"]
     assert found["memory"]["rest"] > 0
-    assert found["time"]["kinds"][where.PRODUCTS]["kernels"] >= 8
+    assert found["time"]["kinds"][profile.PRODUCTS]["kernels"] >= 8
     assert found["exactly"]["parameters"] == parameters
     assert found["exactly"]["kept"] == (KEPT if scheme == "sliceout" else None)
 
 
 def test_copies_are_those_of_sliced_layers_in_the_dtype_of_the_products() -> None:
-    assert where.exact(build(BASE, CPU))["copies"] == KEPT
-    assert where.exact(build(replace(BASE, precision="bf16"), CPU))["copies"] == KEPT // 2 + (32 + 32 + 10) * 2
-    wide = where.exact(build(Case("wrn-10-1", 2, "sliceout", precision="fp32"), CPU))
+    assert profile.exact(build(BASE, CPU))["copies"] == KEPT
+    assert profile.exact(build(replace(BASE, precision="bf16"), CPU))["copies"] == KEPT // 2 + (32 + 32 + 10) * 2
+    wide = profile.exact(build(Case("wrn-10-1", 2, "sliceout", precision="fp32"), CPU))
     assert wide["copies"] < wide["kept"] < wide["parameters"]  # the stem and the head are not sliced
 
 
@@ -116,12 +117,12 @@ def test_the_memory_of_graphs_is_followed_step_by_step() -> None:
         entry("free_requested", 3000), entry("free_completed", 3000), entry("alloc", 9000, 80),
     ]  # fmt: skip
     second = [entry("alloc", 1200, 50), entry("free_requested", 1200), entry("alloc", 1000, 90), entry("alloc", 7, 9)]
-    ordinary, graph = where.by_pool(segments, [first, second])
+    ordinary, graph = profile.by_pool(segments, [first, second])
     assert (ordinary["pool"], ordinary["highest_by_step"]) == ([0, 0], [80, 80])
     assert (graph["reserved"], graph["allocated"], graph["segments"]) == (900, 100, 2)
     assert graph["highest_by_step"] == [500, 150]  # the second began with the 100 that stayed
     assert graph["largest_at_highest"] == [400, 100]
-    assert where.by_pool([], [first]) == []
+    assert profile.by_pool([], [first]) == []
 
 
 def test_tuning_first_leaves_the_model_as_it_was() -> None:
@@ -157,7 +158,7 @@ def test_what_failed_is_told() -> None:
     memory = {"counted": {"parameters": 1 << 20, "optimizer state": 0}, "rest": 0, "max_allocated": 1 << 20}
     good = {**case, "error": None, "memory": memory, "time": {"error": "no CUPTI"},
             "exactly": {"parameters": 1 << 20, "kept": None, "copies": None}}  # fmt: skip
-    text = "\n".join(where_page.tables([good, {**case, "error": "out of memory"}]))
+    text = "\n".join(profile_page.tables([good, {**case, "error": "out of memory"}]))
     assert "failed, out of memory" in text
     assert "the time was not profiled, no CUPTI" in text
     assert "| time |" not in text
@@ -167,12 +168,12 @@ def test_what_failed_is_told() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("mode", ["eager", "compiled", "captured"])
 def test_a_profile_on_the_gpu_adds_up(mode: str) -> None:
-    found = where.look(build(Case("mlp-2x512", 256, "sliceout", mode=mode, grads="dense"), torch.device("cuda")), 256)
+    found = profile.look(build(Case("mlp-2x512", 256, "sliceout", mode=mode, grads="dense"), torch.device("cuda")), 256)
     memory, time = found["memory"], found["time"]
     assert "error" not in time
-    assert time["kinds"][where.PRODUCTS]["kernels"] >= 8
-    assert time["kinds"][where.SLICES]["kernels"] >= 1
-    assert time["kinds"][where.OPTIMIZER]["kernels"] >= 1
+    assert time["kinds"][profile.PRODUCTS]["kernels"] >= 8
+    assert time["kinds"][profile.SLICES]["kernels"] >= 1
+    assert time["kinds"][profile.OPTIMIZER]["kernels"] >= 1
     assert sum(p["reserved"] for p in memory["pools"]) <= memory["max_reserved"]
     graphs = [p for p in memory["pools"] if any(p["pool"])]
     assert bool(graphs) == (mode != "eager")

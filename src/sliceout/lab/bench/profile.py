@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...capture import free_workspaces
 from ...nn.base import Sliced
 from .. import LabError
-from ..memory import _distinct, peak_of_step
+from ..memory import _distinct, peak_of_step, steady_peaks
 from .floor import narrow_
-from .work import Work, step_of
+from .work import WARMUP, Work, step_of
 
 STEPS = 3
 """Steps that are profiled."""
 FIRST = 3
 """First steps whose memory is followed one by one: graphs are warmed up, recorded and replayed in them."""
-WARMUP = 10
 
 PRODUCTS, SLICES, OPTIMIZER = "convolutions and matrix products", "take, put, store", "optimizer"
 NORMS, POINTWISE, COPIES = "batch norm", "other pointwise and reductions", "memcpy and memset"
@@ -185,8 +185,8 @@ def _fetched(work: Work) -> Iterable[Tensor]:
     for module in work.net.modules():
         if isinstance(module, Sliced):
             for s in module.slices:
-                notes = getattr(getattr(s.family, "fetched", None), "notes", {})
-                yield from (small for note in notes.values() for small in note.small.values())
+                if s.family.fetched is not None:
+                    yield from s.family.fetched.held()
 
 
 def on_cpu(step: Callable[[], Any], work: Work, batch: int) -> dict[str, Any]:
@@ -197,31 +197,20 @@ def on_cpu(step: Callable[[], Any], work: Work, batch: int) -> dict[str, Any]:
 
 def on_cuda(step: Callable[[], Any], work: Work, batch: int, follow: _Followed) -> dict[str, Any]:
     torch.cuda.synchronize()
-    process = torch.cuda.max_memory_reserved()
     history = follow.stop()
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    for _ in range(STEPS):
-        step()
-    torch.cuda.synchronize()
-    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    peaks = steady_peaks(step, STEPS)
     between = torch.cuda.memory_allocated()
     parts = counted(work, batch)
     pools = by_pool(torch.cuda.memory_snapshot(), history)
-    workspaces = None
-    if hasattr(torch._C, "_cuda_clearCublasWorkspaces"):
-        torch._C._cuda_clearCublasWorkspaces()
-        workspaces = between - torch.cuda.memory_allocated()
+    workspaces = between - torch.cuda.memory_allocated() if free_workspaces() else None
+    rest = peaks["max_allocated"] - _sum(parts) - (workspaces or 0)
     return {
         "counted": parts,
-        "max_allocated": peak,
-        "max_reserved": reserved,
-        "max_reserved_process": process,
+        **peaks,
         "allocated_between_steps": between,
         "cublas_workspaces": workspaces,
         # with graphs, activations (and compiled ones' gradients) lie in their pools, and allocated says nothing of them
-        "rest": None if any(any(p["pool"]) for p in pools) else peak - _sum(parts) - (workspaces or 0),
+        "rest": None if any(any(p["pool"]) for p in pools) else rest,
         "pools": pools,
     }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .cases import case_of
-from .where import KINDS
+from .profile import KINDS
 
 TEXT = """\
 Where a figure is not reached, this says why. Time: the kernels of steady steps by kind, in ms (kernels in a step).
