@@ -177,6 +177,23 @@ def test_a_schedule_of_rates(float64):
         exactly(p.detach(), q.detach(), key)
 
 
+class Doubled(nn.LayerNorm):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_layers_with_a_forward_of_their_own(float64):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), Doubled(16), nn.Linear(16, 3))
+    sliceout.convert_(model, 0.5, grads="compact", example_inputs=torch.zeros(2, 6))
+    eager = copy.deepcopy(model)
+    for call in (compiled(model), eager):
+        loss_of(call, data("mlp")).backward()
+    assert kinds(model) == kinds(eager)
+    assert kinds(model)["1.weight"] is SlicedGrad
+    same_gradients(model, eager)
+
+
 def test_one_slice_off_gives_dense_gradients(float64):
     """The stand-in is that of the layer with all its slices; anything else is right, and dense."""
     model, eager = pair()

@@ -16,6 +16,7 @@ from . import nn as sliced
 from .nn.base import Sliced, adopt
 from .ops import store_, take
 from .slices import Axis
+from .stand_ins import Taken
 
 _MIXING = {nn.Linear: sliced.Linear, nn.Conv1d: sliced.Conv1d, nn.Conv2d: sliced.Conv2d, nn.Conv3d: sliced.Conv3d}
 _NUMBERS = ("normalized_shape", "num_features", "num_channels", "num_groups")
@@ -60,14 +61,23 @@ class Borrowed(Sliced):
         if axis is None:
             return None
         shown: dict[str, Any] = {}
-        for name, t in (*self._parameters.items(), *self._buffers.items()):  # type: ignore[attr-defined]
-            if t is not None and axis.size in t.shape:
-                shown[name] = take(t, axis) if t.shape[0] == axis.size else take(t, None, axis)
+        for name, taken in self.takes().items():
+            t = self._parameters.get(name, self._buffers.get(name))  # type: ignore[attr-defined]
+            shown[name] = take(t, taken.rows, taken.cols, stand_in=self._stand_ins.get(name))
         for name in _NUMBERS:
             value = self.__dict__.get(name)
             if value is not None:
                 shown[name] = _smaller(name, value, axis)
         return shown
+
+    def takes(self) -> dict[str, Taken]:
+        axis = self.axes["unit"]
+        held = (*self._parameters.items(), *self._buffers.items())  # type: ignore[attr-defined]
+        return {
+            name: Taken(axis) if t.shape[0] == axis.size else Taken(None, axis)
+            for name, t in held
+            if t is not None and axis.size in t.shape
+        }
 
     def keep(self, shown: dict[str, Any]) -> None:
         """Write changed statistics back."""
@@ -79,6 +89,9 @@ class Borrowed(Sliced):
 
 class BorrowedMixing(Borrowed):
     """The same for a linear layer or convolution: comes before its sliced class, whose arithmetic it uses."""
+
+    def takes(self) -> dict[str, Taken]:
+        return super(Borrowed, self).takes()
 
     def show(self, x: Tensor) -> dict[str, Any] | None:
         parts = self._parts(x)  # type: ignore[attr-defined]

@@ -75,14 +75,11 @@ def _compact_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]
 
     found = set()
     for layer in module.modules():
-        if isinstance(layer, Sliced) and layer.slices and all(s.grads == "compact" for s in layer.slices):
-            if any(hasattr(axis, "parts") for axis in layer.axes.values()) or layer.axes.keys() & {"qk", "v", "heads"}:
-                continue  # fused projections have dense gradients
-            has_rows = layer.axes.keys() & {"out", "unit"}
-            own = layer.parameters(recurse=False)  # type: ignore[attr-defined]
-            found |= {p for p in own if p.requires_grad and (p.dim() > 1 or has_rows)}
+        if isinstance(layer, Sliced):
+            own = layer._parameters  # type: ignore[attr-defined]
+            found |= {own.get(name) for name, taken in layer.takes().items() if taken.compact}
     for name, p in module.named_parameters(remove_duplicate=False):
-        if p in found:
+        if p in found and p.requires_grad:
             yield name, p
 
 

@@ -10,7 +10,6 @@ What each operation does is in ``grad_ops``, the slice-only optimizer update tha
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .ops import reference, take, views
-from .slices import Axis
+from .slices import Axis, factors
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class SlicedGrad(Tensor):
         owned: bool = False,
     ) -> SlicedGrad:
         shape, channels_last, dtype = like
-        strides = _strides(shape, channels_last)
+        strides = views.strides(shape, channels_last)
         self = Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=small.device)
         self = cast("SlicedGrad", self)
         self.small, self.rows, self.cols, self.gain = small, rows, cols, gain
@@ -190,18 +189,6 @@ def same_place(a: SlicedGrad, b: SlicedGrad) -> bool:
     )  # fmt: skip
 
 
-@functools.lru_cache(1024)
-def _strides(shape: tuple[int, ...], channels_last: bool) -> tuple[int, ...]:
-    order = [*range(len(shape))]
-    if channels_last:
-        order = [0, *range(2, len(shape)), 1]
-    strides, step = [0] * len(shape), 1
-    for dim in reversed(order):
-        strides[dim] = step
-        step *= max(shape[dim], 1)
-    return tuple(strides)
-
-
 # -- where they come from ----------------------------------------------------------------------------------------------
 
 
@@ -212,7 +199,7 @@ class Take(views._Function):
     def forward(ctx: Any, full: Tensor, rows: Axis | None, cols: Axis | None, settings: dict[str, Any]) -> Tensor:
         ctx.like = tuple(full.shape), views.is_channels_last(full), full.dtype
         ctx.rows, ctx.cols = Place.now(rows), Place.now(cols)
-        ctx.factors = _factors(rows, cols, settings)
+        ctx.factors = factors(rows, cols, settings["scale_rows"], settings["scale_cols"])
         return take(full.detach(), rows, cols, **settings)
 
     @staticmethod
@@ -220,18 +207,3 @@ class Take(views._Function):
         sliced = SlicedGrad(grad, ctx.like, ctx.rows, ctx.cols, *ctx.factors)
         whole = torch.is_grad_enabled() or grad.is_complex()  # an ordinary tensor has second derivatives, and a meaning
         return sliced.dense() if whole else sliced, None, None, None
-
-
-def _factors(
-    rows: Axis | None, cols: Axis | None, settings: dict[str, Any]
-) -> tuple[float, Tensor | None, Tensor | None]:
-    """``gain, row_scale, col_scale``: what the entries were multiplied with."""
-    gain, scales = 1.0, list[Tensor | None]()
-    for axis, wanted in ((rows, settings["scale_rows"]), (cols, settings["scale_cols"])):
-        scales.append(None)
-        if axis is not None and wanted:
-            if axis.slice.gain is None:
-                scales[-1] = axis.slice.scale
-            else:
-                gain *= axis.slice.gain
-    return gain, scales[0], scales[1]

@@ -231,6 +231,21 @@ class Axis:
         return f"{self.slice}{tile}"
 
 
+def factors(
+    rows: Axis | None, cols: Axis | None, scale_rows: bool, scale_cols: bool
+) -> tuple[float, Tensor | None, Tensor | None]:
+    """``gain, row_scale, col_scale``: the wanted normalisations as one number, and as vectors where units differ."""
+    gain, scales = 1.0, list[Tensor | None]()
+    for axis, wanted in ((rows, scale_rows), (cols, scale_cols)):
+        scales.append(None)
+        if axis is not None and wanted:
+            if axis.slice.gain is None:
+                scales[-1] = axis.slice.scale
+            else:
+                gain *= axis.slice.gain
+    return gain, scales[0], scales[1]
+
+
 @dataclass(frozen=True)
 class Joint:
     """Axes one after the other along a dimension: the parts of a fused projection, each with a slice of its own."""

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .grads import Place, SlicedGrad, _factors, _strides
+from .grads import Place, SlicedGrad
 from .ops import reference, views
-from .slices import Axis
+from .slices import Axis, factors
 
 
 class Taken(NamedTuple):
@@ -94,20 +94,20 @@ def refuse(model: nn.Module, allowed: set[Tensor]) -> None:
     renew_all(model)
 
 
-def _shape(p: Tensor, taken: Taken) -> list[int]:
-    return views.small_shape(p.shape, *([] if a is None else a.geometry for a in (taken.rows, taken.cols)))
+def _form(p: Tensor, taken: Taken) -> tuple[list[int], tuple[int, ...]]:
+    """Shape and strides of the gradient that will arrive; autograd would copy one that lies otherwise."""
+    shape = views.small_shape(p.shape, *([] if a is None else a.geometry for a in (taken.rows, taken.cols)))
+    return shape, views.strides(tuple(shape), views.is_channels_last(p))
 
 
 def _fits(leaf: Tensor, p: Tensor, taken: Taken) -> bool:
-    shape = _shape(p, taken)
-    strides = _strides(tuple(shape), views.is_channels_last(p))
-    return (list(leaf.shape), leaf.stride(), leaf.dtype, leaf.device) == (shape, strides, p.dtype, p.device)
+    alike = leaf.dtype == p.dtype and leaf.device == p.device
+    return alike and (list(leaf.shape), leaf.stride()) == _form(p, taken)
 
 
 @torch.inference_mode(False)  # ``model.train()`` may be called in there, and what is made in there is never trained
 def _make(layer: Any, name: str, p: Tensor, taken: Taken) -> Tensor:
-    shape = _shape(p, taken)
-    strides = _strides(tuple(shape), views.is_channels_last(p))  # as the gradient will lie, or autograd would copy it
+    shape, strides = _form(p, taken)
     leaf = _ground(p, torch.Size(shape).numel()).as_strided(shape, strides).requires_grad_()
     leaf.register_post_accumulate_grad_hook(functools.partial(_arrive, weakref.ref(layer), name))
     if leaf.is_cuda:
@@ -133,10 +133,9 @@ def _arrive(layer: weakref.ref[Any], name: str, leaf: Tensor) -> None:
     if live is None or grad is None:
         return
     p, taken = live._parameters[name], live.takes()[name]
-    rows, cols = taken.rows, taken.cols
-    factors = _factors(rows, cols, {"scale_rows": taken.scale_rows, "scale_cols": taken.scale_cols})
     like = tuple(p.shape), views.is_channels_last(p), p.dtype
-    _accumulate(p, SlicedGrad(grad, like, Place.now(rows), Place.now(cols), *factors, True))
+    rows, cols = Place.now(taken.rows), Place.now(taken.cols)
+    _accumulate(p, SlicedGrad(grad, like, rows, cols, *factors(*taken), True))
 
 
 @torch.no_grad()

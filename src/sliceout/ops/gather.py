@@ -27,11 +27,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..slices import factors
 from . import reference, tables, views
 
 if TYPE_CHECKING:
     from ..grads import SlicedGrad
-    from ..slices import Axis, Slice
+    from ..slices import Slice
     from .many import Piece
 
 PORTION = 1 << 26
@@ -118,10 +119,8 @@ class Form:
         self.small_shape = views.small_shape(full.shape, *geometries)
         self.like = tuple(full.shape), views.is_channels_last(full), full.dtype
         self.memory_format = views.memory_format(full)
-        self.put_strides = torch.empty(full.shape, device="meta", memory_format=self.memory_format).stride()
-        row_gain, self.row_scale = _scale(note.rows, note.scale_rows)
-        col_gain, self.col_scale = _scale(note.cols, note.scale_cols)
-        self.gain = row_gain * col_gain
+        self.put_strides = views.strides(*self.like[:2])
+        self.gain, self.row_scale, self.col_scale = factors(note.rows, note.cols, note.scale_rows, note.scale_cols)
         self.compact = all(s.grads == "compact" for s in note.slices)
         self.take_layout: list[int] | None = None
         self.put_layout: list[int] | None = None
@@ -139,13 +138,6 @@ class Form:
         return self.piece_of(
             full, small, self.rows, self.cols, self.gain, self.row_scale, self.col_scale, layout=layout
         )  # fmt: skip
-
-
-def _scale(axis: Axis | None, wanted: bool) -> tuple[float, Tensor | None]:
-    """The normalisation of an axis as one number, or a vector where units differ."""
-    if axis is None or not wanted:
-        return 1.0, None
-    return (axis.slice.gain, None) if axis.slice.gain is not None else (1.0, axis.slice.scale)
 
 
 def _fits(full: Tensor, rows: Any, cols: Any) -> bool:

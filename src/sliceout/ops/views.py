@@ -8,6 +8,7 @@ dimensions the runs make rectangles, so everything here is ``narrow`` and ``copy
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -201,6 +202,19 @@ def format_of(ndim: int, channels_last: bool) -> torch.memory_format:
     if not channels_last:
         return torch.contiguous_format
     return torch.channels_last if ndim == 4 else torch.channels_last_3d
+
+
+@functools.lru_cache(1024)
+def strides(shape: tuple[int, ...], channels_last: bool) -> tuple[int, ...]:
+    """Of a tensor of this shape without gaps."""
+    order = [*range(len(shape))]
+    if channels_last:
+        order = [0, *range(2, len(shape)), 1]
+    out, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        out[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(out)
 
 
 def is_one_rectangle(row: Cut, col: Cut) -> bool:
