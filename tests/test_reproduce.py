@@ -120,18 +120,23 @@ def _locked(out: Path) -> bool:
     return False
 
 
+def fail_at(number: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run of this number raises instead of training."""
+    original, calls = reproduce.run, []
+
+    def run(job: Any, *rest: Any) -> Any:
+        calls.append(job)
+        if len(calls) == number:
+            raise error
+        return original(job, *rest)
+
+    monkeypatch.setattr(reproduce, "run", run)
+
+
 def test_stopped_it_keeps_what_is_done(
     table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, calls = reproduce.run, []
-
-    def third_stops(job: Any, *rest: Any) -> Any:
-        calls.append(job)
-        if len(calls) == 3:
-            raise Stopped("stopped at step 3", signal.SIGTERM)
-        return original(job, *rest)
-
-    monkeypatch.setattr(reproduce, "run", third_stops)
+    fail_at(3, Stopped("stopped at step 3", signal.SIGTERM), monkeypatch)
     assert cli.main(command(table, tmp_path / "out")) == 143
     assert len(results.read(tmp_path / "out" / "results.jsonl")) == 2
     assert "stopped at step 3" in capsys.readouterr().out
@@ -140,15 +145,7 @@ def test_stopped_it_keeps_what_is_done(
 def test_a_first_run_that_diverges_does_not_keep_the_others_from_training(
     table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, calls = reproduce.run, []
-
-    def first_diverges(job: Any, *rest: Any) -> Any:
-        calls.append(job)
-        if len(calls) == 1:
-            raise Diverged("the loss is nan in epoch 1")
-        return original(job, *rest)
-
-    monkeypatch.setattr(reproduce, "run", first_diverges)
+    fail_at(1, Diverged("the loss is nan in epoch 1"), monkeypatch)
     assert cli.main(command(table, tmp_path / "out", "--only", "sliceout", "--only", "none")) == 1
     assert len(results.read(tmp_path / "out" / "results.jsonl")) == 3
     assert "not done: the loss is nan in epoch 1" in capsys.readouterr().out

@@ -112,16 +112,22 @@ def _copy(
 
 
 @triton.jit
+def _entries(starts, n, TABLE: tl.constexpr, BLOCK: tl.constexpr):
+    """Those of a vector that this program walks, which of them there are, and where the slice starts."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    start = 0
+    if not TABLE:
+        start = tl.load(starts).to(tl.int32)
+    return i, i < n, start
+
+
+@triton.jit
 def _copy_pair(
     first, second, first_out, second_out, starts, n, size, width, inner,
     PUT: tl.constexpr, TABLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Two vectors along one slice, each in its own dtype; the results are walked in order."""
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < n
-    start = 0
-    if not TABLE:
-        start = tl.load(starts).to(tl.int32)
+    i, inside, start = _entries(starts, n, TABLE, BLOCK)
     if PUT:
         at, kept, _unit = _target(i, starts, start, size, width, inner, inside, True, TABLE)
         kept = kept & inside
@@ -139,11 +145,7 @@ def _update_statistics(
     TABLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The kept entries become ``OLD`` times what they were plus ``NEW`` times those of the batch."""
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < n
-    start = 0
-    if not TABLE:
-        start = tl.load(starts).to(tl.int32)
+    i, inside, start = _entries(starts, n, TABLE, BLOCK)
     at, _unit = _source(i, starts, start, size, width, inner, inside, True, TABLE)
     kind = tl.float64 if WIDE else tl.float32
     old = tl.full((), OLD, kind)  # an argument would arrive in float32
