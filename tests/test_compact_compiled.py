@@ -230,6 +230,14 @@ def test_other_tensors_in_the_place_of_parameters_get_dense_gradients(float64):
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_exported_programs_know_of_no_stand_ins(float64):
+    model, _ = pair()
+    program = torch.export.export(model, (data("mlp"),))
+    ops = {str(node.target) for node in program.graph.nodes}
+    assert "sliceout.take.default" in ops
+    assert "sliceout.take_for.default" not in ops
+
+
 def test_autocast_and_channels_last():
     model, eager = (m.to(memory_format=torch.channels_last) for m in pair("convnet"))
     x = data("convnet").float().to(memory_format=torch.channels_last)

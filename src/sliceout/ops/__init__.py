@@ -114,10 +114,8 @@ def _receives(stand_in: StandIn, full: Tensor, rows: list[int], cols: list[int])
     parameter, leaf = stand_in
     return (
         torch.compiler.is_compiling()
-        and not torch.compiler.is_exporting()
-        and parameter() is full  # FSDP and functional_call put other tensors in its place
+        and parameter() is full  # FSDP, functional_call and export put other tensors in its place
         and full.requires_grad
-        and torch.is_grad_enabled()
         and list(leaf.shape) == views.small_shape(full.shape, rows, cols)
     )
 
