@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 import sliceout
-from sliceout.capture import _entries, _free_workspaces
+from sliceout.capture import _entries, free_workspaces
 from sliceout.lab import machine
 from sliceout.ops import tables, without_views
 
@@ -127,12 +127,12 @@ class Clock:
             for _ in range(3):
                 step()
         torch.cuda.current_stream().wait_stream(side)
-        _free_workspaces()
+        free_workspaces()
         graph = torch.cuda.CUDAGraph()
         with tables.deferred(inside * _entries(net), self.device) as held, torch.cuda.graph(graph):  # noqa: F841
             for _ in range(inside):
                 step()
-        _free_workspaces()
+        free_workspaces()
         times = []
         end = time.perf_counter() + self.seconds
         graph.replay()
