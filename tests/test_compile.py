@@ -37,6 +37,7 @@ from networks import (
 )
 from sliceout import Slice
 from sliceout import nn as snn
+from sliceout.ops import gather
 
 BF16 = 2.0**-8  # half a unit in the last place, relative
 
@@ -108,6 +109,13 @@ def test_one_inductor_graph_over_all_draws_equals_eager(name, float64):
     with torch._dynamo.config.patch(error_on_recompile=True), sdpa_kernel(SDPBackend.MATH):
         assert_same_training(compiled(model, "inductor"), twin, x)
     assert graphs() == 1
+
+
+def test_a_graph_does_not_ask_for_the_ways_of_eager_code(monkeypatch):
+    """Dynamo cannot trace the look for Triton."""
+    monkeypatch.setattr(gather, "usable", lambda full: pytest.fail("asked"))
+    model = build("norms")
+    torch.compile(model, backend="eager", fullgraph=True)(data("norms")).sum().backward()
 
 
 def test_channels_last_equals_eager(float64):

@@ -20,6 +20,7 @@ from opcases import axes
 from oracle import channel_dim, compare, exactly, path, set_start
 from sliceout import Slice
 from sliceout.nn import plain_, slice_
+from sliceout.ops import views
 from sliceout.slices import Joint
 from sliceout.subset import Subset
 
@@ -275,6 +276,48 @@ def test_only_kept_channels_update_their_statistics(how):
         assert torch.equal(now[~kept], before[~kept])
         assert (now[kept] != before[kept]).all()
     assert int(layer.num_batches_tracked) == 1
+
+
+def compare_batch_norm(layer, s, x):
+    """With a plain one over the kept channels; the running statistics of both have been updated."""
+    plain = nn.BatchNorm2d(s.width, device=x.device).requires_grad_(False)
+    vectors = ("weight", "bias", "running_mean", "running_var")
+    for name in vectors:
+        getattr(plain, name).copy_(getattr(layer, name)[s.kept])
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), plain(x))
+    for name in vectors:
+        torch.testing.assert_close(getattr(layer, name)[s.kept], getattr(plain, name))
+
+
+def test_batch_norms_are_given_no_vector_that_they_cannot_read(monkeypatch):
+    """On a GPU cuDNN reads 16 bytes at a time: see views.readable. What is copied instead must find its way back."""
+    s = Slice(10, 0.4, sampling="window")
+    layer = randomise(sliceout.nn.BatchNorm2d(10, slice=s))
+    given, batch_norm = [], torch.nn.functional.batch_norm
+    monkeypatch.setattr(
+        torch.nn.functional, "batch_norm", lambda x, *rest, **named: given.append(rest) or batch_norm(x, *rest, **named)
+    )
+    monkeypatch.setattr(views, "readable", lambda vector, offset: offset * vector.element_size() % 16 == 0)
+    for start in range(5):
+        set_start(s, start)
+        compare_batch_norm(layer, s, torch.randn(5, 6, 2, 2))
+        ours, _ = given
+        shared = [v.untyped_storage().nbytes() == 80 for v in ours[:4]]
+        assert shared == [start % 2 == 0] * 4
+        given.clear()
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_batch_norms_read_slices_that_start_anywhere(dtype, device):
+    torch.set_default_dtype(torch.float32)
+    s = Slice(64, 0.5, align=1, sampling="window")
+    layer = randomise(sliceout.nn.BatchNorm2d(64, slice=s)).to(device)
+    for start in range(0, 33, 3):
+        set_start(s, start)
+        x = torch.randn(3, 32, 15, 15, device=device, dtype=dtype)
+        compare_batch_norm(layer, s, x.to(memory_format=torch.channels_last))
 
 
 # -- the mean over all starts ------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def take(
     """
     if rows is None and cols is None:
         return full if dtype is None else full.to(dtype)
-    if gather.usable(full) and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and gather.usable(full):
         small = gather.take(full, rows, cols, scale_rows, scale_cols, dtype)
         if small is not None:
             return small
@@ -172,7 +172,7 @@ def take_to_change(fulls: tuple[Tensor, Tensor], rows: Axis | Joint) -> tuple[Te
     """:func:`take` of vectors that get no gradient and will be written to: in eager code, where it can be, in place."""
     if not hasattr(rows, "parts") and not reference.is_table(rows.slice.start) and by_views(fulls[0]):
         kept = views.one_run(rows.slice.start_on_host, rows.geometry)
-        if kept is not None:
+        if kept is not None and all(views.readable(full, kept.start) for full in fulls):
             return fulls[0][kept], fulls[1][kept]
     return take_pair(*fulls, rows)  # type: ignore[return-value]
 

@@ -48,10 +48,12 @@ def take(
     if _transformed() or _watched():
         return None
     where = tables.where(full.device)
-    if where[1] and not tables.possible(full.device):
-        return None
     family = (cols if rows is None else rows).slice.family
     plan: Plan = family.fetched
+    if where[1] and not tables.possible(full.device):
+        if plan is not None:
+            plan.release()  # what waits holds nodes of an earlier pass, and those wait for its stream, not the captured
+        return None
     if plan is None:
         plan = family.fetched = Plan()
     if family.stamp != plan.stamp or where != plan.where:

@@ -114,8 +114,8 @@ def _scaled_into(target: Tensor, source: Tensor, gain: float) -> Tensor:
 
 
 def take(full: Tensor, row: Cut, col: Cut) -> Tensor:
-    """The kept part of ``full``, sharing its memory if it is one rectangle of it."""
-    if is_one_rectangle(row, col):
+    """The kept part of ``full``, sharing its memory if it is one rectangle of it, and readable there."""
+    if is_one_rectangle(row, col) and (full.dim() > 1 or readable(full, runs(*row)[0][0])):
         view = full
         for dim, cut in enumerate((row, col)):
             if cut[1]:
@@ -148,6 +148,15 @@ def runs(start: int, geometry: list[int]) -> list[tuple[int, int, int]]:
     first = min(width, size - start)
     head = (start * inner, 0, first * inner)
     return [head] if first == width else [head, (0, first * inner, (width - first) * inner)]
+
+
+def readable(vector: Tensor, offset: int) -> bool:
+    """Whether kernels can read ``vector`` from this entry on.
+
+    cuDNN's batch norms read 16 bytes at a time wherever the vector begins (pytorch/pytorch#195186). Matrices need not
+    be asked about: products look at their addresses themselves.
+    """
+    return not vector.is_cuda or offset * vector.element_size() % 16 == 0
 
 
 def one_run(start: int, geometry: list[int]) -> slice | None:
