@@ -59,6 +59,26 @@ def test_kernels_agree_with_the_definition(case):
     compare(case)
 
 
+@pytest.mark.parametrize("which", ["full", "small"])
+def test_memory_that_begins_anywhere(which):
+    """Entries are moved side by side only where both tensors begin at multiples of 16 bytes."""
+    axis = Slice(16, 0.5, align=8).axis()
+    Case((16, 8), axis, None).to(DEVICE)
+    where = (axis.slice.start, None), (axis.geometry, []), (None, None)
+    memory = torch.randn(16 * 8 + 1, device=DEVICE)
+    at = 1 if which == "full" else 0
+    full = memory[at : at + 128].view(16, 8)
+    smalls = torch.full((2, 65), torch.nan, device=DEVICE)
+    for i, launch in enumerate((kernels, many)):
+        small = smalls[i][1 - at :][:64].view(8, 8)  # the second row begins at an odd place, too
+        if launch is kernels:
+            kernels._launch(full, small, *where, "take")
+        else:
+            many.take([many.Piece(full, small, (axis.slice.start, axis.geometry), None)])
+        assert torch.equal(small, full[axis.kept.to(DEVICE)])
+        assert int(smalls[i].isnan().sum()) == 1
+
+
 @settings(max_examples=30)
 @given(case=cases(dtypes=[(torch.float32, None)]))
 def test_store_replaces_the_kept_entries_and_no_others(case):

@@ -139,9 +139,11 @@ class Case:
 
 
 @st.composite
-def axes(draw, max_size: int = 9):
-    size = draw(st.integers(2, max_size))
-    align = draw(st.sampled_from([a for a in (1, 2, 3, 4) if a <= size]))
+def axes(draw, max_size: int = 9, groups: tuple[int, ...] = (1,)):
+    """``groups``: of so many units are sizes multiples, and widths and starts often."""
+    group = draw(st.sampled_from(groups))
+    size = draw(st.integers(2, max_size)) * group
+    align = draw(st.sampled_from([a for a in (1, 2, 3, 4) if a * group <= size])) * draw(st.sampled_from([1, group]))
     rate = draw(st.sampled_from([r for r in (0.0, 0.3, 0.5, 0.7) if r == 0 or int((1 - r) * size / align + 0.5)]))
     norm = draw(st.sampled_from(["probabilistic", "flow", "none"]))
     sampling = draw(st.sampled_from(["circular", "circular", "window", "prefix", "subset"]))
@@ -157,8 +159,8 @@ def axes(draw, max_size: int = 9):
 def cases(draw, dtypes=((torch.float64, None), (torch.float32, None), (torch.float32, torch.bfloat16))):
     ndim = draw(st.integers(1, 5))
     which = draw(st.sampled_from(["rows", "cols", "both"])) if ndim > 1 else "rows"
-    rows = draw(axes()) if which != "cols" else None
-    cols = draw(axes()) if which != "rows" else None
+    rows = draw(axes(groups=(1, 1, 8))) if which != "cols" else None
+    cols = draw(axes(groups=(1, 8))) if which != "rows" else None
     sizes = [a.size if a is not None else draw(st.integers(1, 5)) for a in (rows, cols)][:ndim]
     sizes += [draw(st.integers(1, 3)) for _ in range(ndim - 2)]
     layouts = ["contiguous"] + ["transposed"] * (ndim == 2) + ["channels_last"] * (ndim > 3)
@@ -244,6 +246,13 @@ def listed() -> list[Case]:
         Case((6, 8), _at(5, Slice(6).axis()), _at(7, Slice(8).axis()), scale_rows=True, scale_cols=True),
         Case((6, 8), _at(1, Slice(6, **window).axis()), _at(3, Slice(8, **window).axis()), scale_cols=True),
         Case((6, 8), _at(5, Slice(6).axis()), _at(7, Slice(8).axis()), layout="transposed"),
+        Case((6, 48), _at(5, Slice(6).axis()), _at(40, Slice(48, align=8).axis()), scale_cols=True),  # in groups of 8
+        Case(
+            (6, 48), _at(5, Slice(6).axis()), _at(37, Slice(48, align=1).axis()), scale_cols=True
+        ),  # but for the start
+        Case((6, 48), None, _at(16, Slice(24, align=8).axis(blocks=2)), scale_cols=True, dtype=f32, target=bf16),
+        Case((32, 9), _at(24, Slice(32, align=8).axis()), None, scale_rows=True, dtype=f32, target=bf16),
+        Case((32, 9), _at(21, Slice(32, align=1).axis()), None, scale_rows=True, dtype=f32, target=bf16),
         Case((6, 98), None, _at(1, Slice(2).axis(inner=49)), scale_cols=True),  # a flattened 7x7 map
         Case((24, 5), _at(3, Slice(4).axis(blocks=6)), None, scale_rows=True),  # attention heads
         Case((300, 700), _at(200, Slice(300).axis()), _at(400, Slice(700).axis()), dtype=f32),

@@ -259,10 +259,13 @@ def compare(net: nn.Module, x_full: Tensor, what: str = "", unbatched: bool = Fa
 
 @contextlib.contextmanager
 def path(name: str) -> Iterator[None]:
-    """Which code runs: ``eager`` as called, ``ops`` as on a GPU, ``graph`` what a compiled graph would hold."""
-    with {
-        "eager": contextlib.nullcontext,
-        "ops": sliceout.ops.without_views,
-        "graph": lambda: mock.patch("torch.compiler.is_compiling", return_value=True),
-    }[name]():
+    """Which code runs: ``eager`` as called, ``ops`` the registered ops, ``graph`` what a compiled graph would hold."""
+    with contextlib.ExitStack() as stack:
+        if name == "ops":
+            stack.enter_context(sliceout.ops.without_views())
+            stack.enter_context(mock.patch("sliceout.ops.gather.usable", return_value=False))
+        elif name == "graph":
+            stack.enter_context(mock.patch("torch.compiler.is_compiling", return_value=True))
+        else:
+            assert name == "eager"
         yield

@@ -94,7 +94,7 @@ def test_a_loaded_checkpoint_takes_effect_and_a_changed_rate_is_told() -> None:
         optimizer.load_state_dict(copy.deepcopy(saved[1]))
         sliceout.slices(model).seek_(at)
         outcomes.append([step(x, y).clone() for _ in range(4)])
-    torch.testing.assert_close(*outcomes, rtol=0, atol=0)
+    torch.testing.assert_close(*outcomes, rtol=1e-9, atol=1e-9)  # convolutions add in any order
     sliceout.slices(model).members[0].rerate_(0.25)
     with pytest.raises(RuntimeError, match="capture it again"):
         step(x, y)
@@ -157,8 +157,8 @@ def test_a_captured_step_holds_what_it_replays_and_nothing_of_the_warm_up() -> N
     """Momentum and gradients are 17 MiB each here: a snapshot (17) or a workspace (32) that stays would show."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 8)).cuda()
-    x, y = torch.randn(16, 64, device="cuda"), torch.zeros(16, dtype=torch.long, device="cuda")
-    optimizer = torch.optim.SGD(model.parameters(), 2**-6, momentum=0.9, fused=True)
+    x, y = torch.randn(16, 64, device="cuda"), torch.arange(16, device="cuda") % 8
+    optimizer = torch.optim.SGD(model.parameters(), 2**-10, momentum=0.9, fused=True)
     free_workspaces()
     before = torch.cuda.memory_allocated()
     steps = [sliceout.capture(model, nn.functional.cross_entropy, optimizer, (x, y)) for _ in range(2)]

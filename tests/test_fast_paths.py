@@ -39,10 +39,10 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if INTERPRETED:
         monkeypatch.setattr(gather, "usable", lambda full: True)
         monkeypatch.setattr(optim, "_on_gpu", lambda tensors: True)
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):  # Adam makes much of little
+        yield
+    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 class Launches:
@@ -297,7 +297,7 @@ def test_gradients_take_the_memory_of_slices() -> None:
 @pytest.mark.parametrize("grads", ["dense", "compact"])
 @pytest.mark.parametrize("name", MODELS)
 def test_keeping_the_memory_of_slices_costs_no_memory(name: str, grads: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are there from the first take of one step to the first of the next in any case."""
+    """They are there from the first take of one step to the first of the next in any case, but for the first one."""
     most = []
     for counts in (gather._users, None):  # without a count of users nothing is kept
         gc.collect()
@@ -306,14 +306,18 @@ def test_keeping_the_memory_of_slices_costs_no_memory(name: str, grads: str, mon
         model, x, y = made(name, grads, "window")
         optimizer = torch.optim.SGD(model.parameters(), 2**-9, momentum=0.9)
         train(model, x, y, optimizer, 4)
-        kept = list(sliceout.slices(model).fetched.kept.values())
-        assert bool(kept) == (counts is not None)
+        plan = sliceout.slices(model).fetched
+        parameters = next(note.portion for note in plan.notes.values() if note.full().requires_grad)
+        kept = plan.kept.get(parameters)
+        assert (kept is not None) == (counts is not None)
         torch.cuda.reset_peak_memory_stats()
         train(model, x, y, optimizer, 4)
         most.append(torch.cuda.max_memory_allocated() - before)
-        assert list(sliceout.slices(model).fetched.kept.values()) == kept, "the same from step to step"
-        del model, optimizer, kept
-    assert most[0] <= 1.01 * most[1]
+        assert plan.kept.get(parameters) is kept, "the same from step to step"
+        if kept is not None:
+            first = kept.memory[0].nbytes
+        del model, optimizer, plan, kept
+    assert most[0] <= 1.01 * most[1] + first
 
 
 # -- captured steps ----------------------------------------------------------------------------------------------------

@@ -118,8 +118,10 @@ def summed(found: Iterable[tuple[str, float, int]], ours: frozenset[str]) -> dic
     names: dict[str, list[float]] = {}
     for name, microseconds, count in found:
         for entry in (kinds[kind_of(name, ours)], names.setdefault(name[:100], [0.0, 0.0])):
-            entry[0] += microseconds / 1000 / STEPS
-            entry[1] += count / STEPS
+            entry[0] += microseconds / 1000
+            entry[1] += count
+    for entry in (*kinds.values(), *names.values()):
+        entry[:] = [total / STEPS for total in entry]
     longest = sorted(names.items(), key=lambda item: -item[1][0])[:15]
     return {
         "kinds": {k: {"ms": ms, "kernels": n} for k, (ms, n) in kinds.items()},
