@@ -1,9 +1,12 @@
 """take and put as Triton kernels that read the start from device memory.
 
-Because the start is data and not an argument, one compiled graph or one captured CUDA graph serves every draw. A
-weight is seen as a matrix of ``rows`` by everything behind them; the columns inside a row are ``[cols, rest]`` for a
-contiguous weight and ``[rest, cols]`` for a channels_last one. Index arithmetic is done per row and per column of a
-tile, not per entry, so the kernels run at the speed of memory.
+Because the start is data and not an argument, one compiled graph or one captured CUDA graph serves every draw.
+
+A weight is a matrix of rows, each of them everything that lies behind dimension 0. Along rows as along columns a slice
+keeps, of each block of ``size`` entries, one run of ``width`` entries, which may go around the end of the block: with
+``inner`` entries to a unit, or a whole kernel of them, that is true for contiguous and for channels_last weights. Where
+all runs begin and end at multiples of :data:`SIDE` entries, so many are moved side by side: one index, one access to
+memory. Otherwise entries go one by one.
 
 Set ``TRITON_INTERPRET=1`` before importing this to run the same code on the CPU.
 """
@@ -20,104 +23,141 @@ from torch import Tensor
 from .reference import is_table
 from .views import empty_small, is_channels_last, memory_format
 
-
-@triton.jit
-def _source(i, starts, start, size, width, inner, inside, SLICED: tl.constexpr, TABLE: tl.constexpr):
-    """Small index -> (full index, unit)."""
-    if SLICED:
-        if TABLE:  # the units of a subset, kept ones first
-            unit = tl.load(starts + i // inner % width, mask=inside, other=0).to(tl.int32)
-        else:
-            unit = start + i // inner % width
-            unit = tl.where(unit >= size, unit - size, unit)
-        return (i // (width * inner) * size + unit) * inner + i % inner, unit
-    else:
-        return i, i
+SIDE = 8
+"""Entries that are moved together: 16 bytes of the narrowest dtype, the most that one access can move."""
 
 
 @triton.jit
-def _target(i, starts, start, size, width, inner, inside, SLICED: tl.constexpr, TABLE: tl.constexpr):
-    """Full index -> (small index, kept, unit)."""
-    if SLICED:
-        unit = i // inner % size
-        if TABLE:  # the place of every unit in that order
-            offset = tl.load(starts + size + unit, mask=inside, other=0).to(tl.int32)
-        else:
-            offset = unit - start
-            offset = tl.where(offset < 0, offset + size, offset)
-        return (i // (size * inner) * width + offset) * inner + i % inner, offset < width, unit
-    else:
-        return i, i >= 0, i
+def _source(i, start, size, width):
+    """Place along the small axis -> (place along the full one, place in its block)."""
+    at = start + i % width
+    at = tl.where(at >= size, at - size, at)
+    return i // width * size + at, at
+
+
+@triton.jit
+def _target(i, start, size, width):
+    """Place along the full axis -> (place along the small one, whether it is kept, place in its block)."""
+    at = i % size
+    offset = at - start
+    offset = tl.where(offset < 0, offset + size, offset)
+    return i // size * width + offset, offset < width, at
+
+
+@triton.jit
+def _table_source(i, units, size, width, inner, inside):
+    """:func:`_source` for a subset: the table says which units are kept, in order."""
+    at = tl.load(units + i % width // inner, mask=inside, other=0).to(tl.int32) * inner + i % inner
+    return i // width * size + at, at
+
+
+@triton.jit
+def _table_target(i, units, size, width, inner, inside):
+    """:func:`_target` for a subset: behind the units, the table says where each of them is in that order."""
+    at = i % size
+    offset = tl.load(units + (size + at) // inner, mask=inside, other=0).to(tl.int32) * inner + i % inner
+    return i // size * width + offset, offset < width, at
 
 
 @triton.jit
 def _copy(
     src, dst, row_start, col_start, row_scale, col_scale,
-    n_rows, n_cols, mapped_cols, rest,
+    n_rows, n_cols, mapped_cols,
     row_size, row_width, row_inner, col_size, col_width, col_inner,
-    MODE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, LAST: tl.constexpr,
-    ROW_SCALE: tl.constexpr, COL_SCALE: tl.constexpr, WIDE: tl.constexpr,
-    ROW_TABLE: tl.constexpr, COL_TABLE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    MODE: tl.constexpr, ROWS: tl.constexpr, ROW_SCALE: tl.constexpr, COL_SCALE: tl.constexpr, WIDE: tl.constexpr,
+    ROW_TABLE: tl.constexpr, COL_TABLE: tl.constexpr, LARGE: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tile of the tensor that is walked in order; the other one is addressed through the slice.
 
     take reads mapped, writes walked (small); put reads mapped, writes walked (full); store reads walked (small),
-    writes mapped. The walked tensor has ``n_rows`` rows of ``n_cols * rest`` entries.
+    writes mapped. The walked tensor has ``n_rows`` rows of ``n_cols`` entries. Sizes and widths are in entries.
     """
-    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    e = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    if LAST:  # channels_last: the column is the fastest index
-        c = e % n_cols
-        k = e // n_cols
-    else:
-        c = e // rest
-        k = e % rest
     row_at = 0
     col_at = 0
     if ROWS and not ROW_TABLE:
-        row_at = tl.load(row_start).to(tl.int32)
-    if COLS and not COL_TABLE:
-        col_at = tl.load(col_start).to(tl.int32)
-    row_in = r < n_rows
-    col_in = e < n_cols * rest
-    inside = row_in[:, None] & col_in[None, :]
-    if MODE == "put":
-        rr, row_kept, row_unit = _target(r, row_start, row_at, row_size, row_width, row_inner, row_in, ROWS, ROW_TABLE)
-        cc, col_kept, col_unit = _target(c, col_start, col_at, col_size, col_width, col_inner, col_in, COLS, COL_TABLE)
-        kept = inside & row_kept[:, None] & col_kept[None, :]
-    else:
-        rr, row_unit = _source(r, row_start, row_at, row_size, row_width, row_inner, row_in, ROWS, ROW_TABLE)
-        cc, col_unit = _source(c, col_start, col_at, col_size, col_width, col_inner, col_in, COLS, COL_TABLE)
-        kept = inside
-    if LAST:  # noqa: SIM108
-        mapped_e = k * mapped_cols + cc
-    else:
-        mapped_e = cc * rest + k
-    mapped = rr.to(tl.int64)[:, None] * (mapped_cols * rest) + mapped_e[None, :]
-    walked = r.to(tl.int64)[:, None] * (n_cols * rest) + e[None, :]
-    if MODE == "store":
-        tl.store(dst + mapped, tl.load(src + walked, mask=inside), mask=inside)
-    else:
-        value = tl.load(src + mapped, mask=kept, other=0)
-        if ROW_SCALE or COL_SCALE:
-            value = value.to(tl.float64 if WIDE else tl.float32)
-        if ROW_SCALE:
-            scale = tl.load(row_scale + row_unit, mask=row_in, other=0).to(value.dtype)
-            value = value * scale[:, None]
-        if COL_SCALE:
-            scale = tl.load(col_scale + col_unit, mask=col_in, other=0).to(value.dtype)
-            value = value * scale[None, :]
-        tl.store(dst + walked, value, mask=inside)
+        row_at = tl.load(row_start).to(tl.int32) * row_inner
+    if not COL_TABLE:
+        col_at = tl.load(col_start).to(tl.int32) * col_inner
+    if SIDE > 1:  # noqa: SIM102  # the first is known when this is compiled
+        if col_at % SIDE == 0:
+            _copy_tile(
+                src, dst, row_start, col_start, row_scale, col_scale, row_at, col_at, n_rows, n_cols, mapped_cols,
+                row_size, row_width, row_inner, col_size, col_width, col_inner,
+                MODE, ROWS, ROW_SCALE, COL_SCALE, WIDE, ROW_TABLE, COL_TABLE, LARGE, SIDE, BLOCK,
+            )  # fmt: skip
+            return
+    _copy_tile(
+        src, dst, row_start, col_start, row_scale, col_scale, row_at, col_at, n_rows, n_cols, mapped_cols,
+        row_size, row_width, row_inner, col_size, col_width, col_inner,
+        MODE, ROWS, ROW_SCALE, COL_SCALE, WIDE, ROW_TABLE, COL_TABLE, LARGE, 1, BLOCK,
+    )  # fmt: skip
 
 
 @triton.jit
-def _entries(starts, n, TABLE: tl.constexpr, BLOCK: tl.constexpr):
+def _copy_tile(
+    src, dst, row_start, col_start, row_scale, col_scale, row_at, col_at,
+    n_rows, n_cols, mapped_cols,
+    row_size, row_width, row_inner, col_size, col_width, col_inner,
+    MODE: tl.constexpr, ROWS: tl.constexpr, ROW_SCALE: tl.constexpr, COL_SCALE: tl.constexpr, WIDE: tl.constexpr,
+    ROW_TABLE: tl.constexpr, COL_TABLE: tl.constexpr, LARGE: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """:func:`_copy`, ``SIDE`` entries side by side: places along the columns are counted in such groups."""
+    tile = tl.program_id(0)
+    if LARGE:
+        tile = tile.to(tl.int64)
+    i = tile * (BLOCK // SIDE) + tl.arange(0, BLOCK // SIDE)
+    r = i // (n_cols // SIDE)
+    c = i % (n_cols // SIDE)
+    inside = r < n_rows
+    kept = inside
+    rr = r
+    row_place = r
+    if ROWS:
+        if MODE == "put":
+            if ROW_TABLE:
+                rr, there, row_place = _table_target(r, row_start, row_size, row_width, row_inner, inside)
+            else:
+                rr, there, row_place = _target(r, row_at, row_size, row_width)
+            kept = kept & there
+        elif ROW_TABLE:
+            rr, row_place = _table_source(r, row_start, row_size, row_width, row_inner, inside)
+        else:
+            rr, row_place = _source(r, row_at, row_size, row_width)
+    if MODE == "put":
+        if COL_TABLE:
+            cc, there, col_place = _table_target(c, col_start, col_size, col_width, col_inner, inside)
+        else:
+            cc, there, col_place = _target(c, col_at // SIDE, col_size // SIDE, col_width // SIDE)
+        kept = kept & there
+    elif COL_TABLE:
+        cc, col_place = _table_source(c, col_start, col_size, col_width, col_inner, inside)
+    else:
+        cc, col_place = _source(c, col_at // SIDE, col_size // SIDE, col_width // SIDE)
+    side = tl.arange(0, SIDE)[None, :]
+    walked = i.to(tl.int64)[:, None] * SIDE + side
+    mapped = (rr.to(tl.int64) * (mapped_cols // SIDE) + cc)[:, None] * SIDE + side
+    if MODE == "store":
+        tl.store(dst + mapped, tl.load(src + walked, mask=inside[:, None]), mask=inside[:, None])
+    else:
+        value = tl.load(src + mapped, mask=kept[:, None], other=0)
+        if ROW_SCALE or COL_SCALE:
+            value = value.to(tl.float64 if WIDE else tl.float32)
+        if ROW_SCALE:
+            scale = tl.load(row_scale + row_place // row_inner, mask=inside, other=0).to(value.dtype)
+            value = value * scale[:, None]
+        if COL_SCALE:
+            unit = (col_place[:, None] * SIDE + side) // col_inner
+            value = value * tl.load(col_scale + unit, mask=inside[:, None], other=0).to(value.dtype)
+        tl.store(dst + walked, value, mask=inside[:, None])
+
+
+@triton.jit
+def _entries(starts, n, inner, TABLE: tl.constexpr, BLOCK: tl.constexpr):
     """Those of a vector that this program walks, which of them there are, and where the slice starts."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     start = 0
     if not TABLE:
-        start = tl.load(starts).to(tl.int32)
+        start = tl.load(starts).to(tl.int32) * inner
     return i, i < n, start
 
 
@@ -127,12 +167,18 @@ def _copy_pair(
     PUT: tl.constexpr, TABLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Two vectors along one slice, each in its own dtype; the results are walked in order."""
-    i, inside, start = _entries(starts, n, TABLE, BLOCK)
+    i, inside, start = _entries(starts, n, inner, TABLE, BLOCK)
     if PUT:
-        at, kept, _unit = _target(i, starts, start, size, width, inner, inside, True, TABLE)
+        if TABLE:
+            at, kept, _place = _table_target(i, starts, size, width, inner, inside)
+        else:
+            at, kept, _place = _target(i, start, size, width)
         kept = kept & inside
     else:
-        at, _unit = _source(i, starts, start, size, width, inner, inside, True, TABLE)
+        if TABLE:
+            at, _place = _table_source(i, starts, size, width, inner, inside)
+        else:
+            at, _place = _source(i, start, size, width)
         kept = inside
     tl.store(first_out + i, tl.load(first + at, mask=kept, other=0), mask=inside)
     tl.store(second_out + i, tl.load(second + at, mask=kept, other=0), mask=inside)
@@ -145,8 +191,11 @@ def _update_statistics(
     TABLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The kept entries become ``OLD`` times what they were plus ``NEW`` times those of the batch."""
-    i, inside, start = _entries(starts, n, TABLE, BLOCK)
-    at, _unit = _source(i, starts, start, size, width, inner, inside, True, TABLE)
+    i, inside, start = _entries(starts, n, inner, TABLE, BLOCK)
+    if TABLE:
+        at, _place = _table_source(i, starts, size, width, inner, inside)
+    else:
+        at, _place = _source(i, start, size, width)
     kind = tl.float64 if WIDE else tl.float32
     old = tl.full((), OLD, kind)  # an argument would arrive in float32
     new = tl.full((), NEW, kind)
@@ -206,7 +255,7 @@ def copy_pair(
     block = min(triton.next_power_of_2(n), 512)
     with torch.cuda.device_of(first):
         _copy_pair[(triton.cdiv(n, block),)](
-            first, second, *out, start, n, size, width, inner, put, is_table(start), block
+            first, second, *out, start, n, size * inner, width * inner, inner, put, is_table(start), block
         )  # fmt: skip
     return out
 
@@ -228,7 +277,8 @@ def update_statistics_(
     wide = torch.float64 in (mean.dtype, var.dtype)
     with torch.cuda.device_of(mean):
         _update_statistics[(triton.cdiv(n, block),)](
-            mean, var, batches, batch_mean.contiguous(), batch_var.contiguous(), start, n, size, width, inner,
+            mean, var, batches, batch_mean.contiguous(), batch_var.contiguous(),
+            start, n, size * inner, width * inner, inner,
             1 - momentum, momentum, batches is not None, wide, is_table(start), block,
         )  # fmt: skip
 
@@ -241,32 +291,48 @@ def _launch(
     scales: tuple[Tensor | None, Tensor | None],
     mode: str,
 ) -> None:
-    if full.dim() == 1:  # a vector is one row of columns
-        starts, geometries, scales = starts[::-1], geometries[::-1], scales[::-1]
-    walked, mapped = (full, small) if mode == "put" else (small, full)
-    if walked.numel() == 0:
+    entries = (full if mode == "put" else small).numel()
+    if entries == 0:
         return
-    n_rows, n_cols, rest = _matrix(walked)
-    mapped_cols = _matrix(mapped)[1]
-    block_c = min(triton.next_power_of_2(n_cols * rest), 512)
-    block_r = min(2048 // block_c, triton.next_power_of_2(n_rows))
-    grid = (triton.cdiv(n_rows, block_r), triton.cdiv(n_cols * rest, block_c))
+    shape = Matrix(full, small, *geometries, walk_full=mode == "put")
+    if shape.turned:
+        starts, scales = starts[::-1], scales[::-1]
     src, dst = (full, small) if mode == "take" else (small, full)
-    row_size, row_width, _, row_inner = geometries[0] or (1, 1, 1, 1)
-    col_size, col_width, _, col_inner = geometries[1] or (1, 1, 1, 1)
+    aligned = src.data_ptr() % 16 == dst.data_ptr() % 16 == 0
+    side = SIDE if shape.in_groups and aligned and not is_table(starts[1]) else 1
+    block = min(triton.next_power_of_2(entries), 1024 if entries < 1 << 21 else 2048)
     with torch.cuda.device_of(src):
-        _copy[grid](
-            src, dst, *starts, *scales,
-            n_rows, n_cols, mapped_cols, rest,
-            row_size, row_width, row_inner, col_size, col_width, col_inner,
-            mode, bool(geometries[0]), bool(geometries[1]), is_channels_last(full),
-            scales[0] is not None, scales[1] is not None, torch.float64 in (src.dtype, dst.dtype),
-            is_table(starts[0]), is_table(starts[1]), block_r, block_c,
+        _copy[(triton.cdiv(entries, block),)](
+            src, dst, *starts, *scales, shape.n_rows, shape.n_cols, shape.mapped_cols, *shape.rows, *shape.cols,
+            mode, starts[0] is not None, scales[0] is not None, scales[1] is not None,
+            torch.float64 in (src.dtype, dst.dtype), is_table(starts[0]), is_table(starts[1]),
+            max(full.numel(), entries) >= 1 << 31, side, block,
         )  # fmt: skip
 
 
-def _matrix(t: Tensor) -> tuple[int, int, int]:
-    """``t`` as ``(rows, cols, rest)``."""
-    if t.dim() == 1:
-        return 1, t.shape[0], 1
-    return t.shape[0], t.shape[1], math.prod(t.shape[2:])
+class Matrix:
+    """How the kernels see a tensor and its slice: as rows and columns, of which there are always some to be cut.
+
+    Where only rows are, all of them are one (``turned``): a slice of rows is a run of entries as well.
+    """
+
+    def __init__(self, full: Tensor, small: Tensor, rows: list[int], cols: list[int], walk_full: bool) -> None:
+        walked, mapped = (full, small) if walk_full else (small, full)
+        self.turned = not cols
+        if self.turned:
+            rows, cols, behind = [], rows, math.prod(full.shape[1:])
+            self.n_rows, self.n_cols, self.mapped_cols = 1, walked.numel(), mapped.numel()
+        else:
+            self.n_rows, self.n_cols, self.mapped_cols = (
+                len(walked),
+                *(math.prod(t.shape[1:]) for t in (walked, mapped)),
+            )
+            behind = 1 if full.dim() < 3 or is_channels_last(full) else math.prod(full.shape[2:])
+        self.rows, self.cols = _run(rows, 1), _run(cols, behind)
+        self.in_groups = all(n % SIDE == 0 for n in (self.n_cols, self.mapped_cols, *self.cols[:2]))
+
+
+def _run(geometry: list[int], behind: int) -> tuple[int, int, int]:
+    """The entries of a block, those that are kept of it, and those of a unit, if there are ``behind`` at each place."""
+    size, width, _, inner = geometry or (1, 1, 1, 1)
+    return size * inner * behind, width * inner * behind, inner * behind

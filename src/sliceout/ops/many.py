@@ -2,7 +2,7 @@
 
 A :class:`Piece` is a full tensor, its slice, and the small tensor that goes with it. Each becomes one row of a table in
 device memory; a program looks up the piece that its tile belongs to. As in ``kernels``, starts are read from device
-memory, so that one captured graph serves every draw, and index arithmetic is per row and column of a tile.
+memory, so that one captured graph serves every draw, and entries are moved side by side where all runs allow it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tables
-from .kernels import _matrix
+from .kernels import SIDE, Matrix, _source, _target
 from .views import format_of, is_channels_last, memory_format
 
-BLOCK_R, BLOCK_C = 4, 256
-FIELDS = 23
-"""Of a row of the table: 0 full, 1 small, 2-4 state, 5 step; 6 rows, 7 columns and 8 rest of the tensor that is walked,
-9 columns of the other one, 10 channels_last; start, size, width, inner of 11-14 rows and 15-18 columns; 19 row scale,
-20 column scale, 21 gain; 22 the first tile."""
+BLOCK = 2048
+FIELDS = 22
+"""Of a row of the table: 0 full, 1 small, 2-4 state, 5 step; 6 rows and 7 columns of the tensor that is walked,
+8 columns of the other one, 9 whether its runs are groups of SIDE; start, size, width, inner of 10-13 rows and
+14-17 columns, in entries; 18 row scale, 19 column scale, 20 gain; 21 the first tile."""
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float64: tl.float64}
 
 
@@ -50,12 +50,13 @@ class Piece:
     """What :func:`layout` says of this piece, where somebody has kept it."""
 
 
-CHANNELS_LAST = 4
+CHANNELS_LAST = -2
 """Where a layout says whether the full tensor is."""
 
 
 def layout(piece: Piece, walk_full: bool) -> list[int]:
-    """The fields of the table that stay the same from step to step, and behind them how many tiles it takes.
+    """The fields of the table that stay the same from step to step, and behind them what only the host needs: whether
+    the full tensor is channels_last, and how many tiles it takes.
 
     The same list for the same fields: see :func:`_rows`.
     """
@@ -74,27 +75,26 @@ _layouts: dict[Any, list[int]] = {}
 
 
 def _layout(piece: Piece, walk_full: bool) -> list[int]:
-    walked, mapped = (piece.full, piece.small) if walk_full else (piece.small, piece.full)
-    n_rows, n_cols, rest = _matrix(walked)
-    mapped_rows, mapped_cols, _ = _matrix(mapped)
-    rows, cols, scales = piece.rows, piece.cols, (piece.row_scale, piece.col_scale)
-    if piece.full.dim() == 1:  # a vector is one row of columns
-        rows, cols, scales = cols, rows, scales[::-1]
+    geometries = ([] if side is None else side[1] for side in (piece.rows, piece.cols))
+    shape = Matrix(piece.full, piece.small, *geometries, walk_full=walk_full)
+    sides, scales = (piece.rows, piece.cols), (piece.row_scale, piece.col_scale)
+    if shape.turned:
+        sides, scales = sides[::-1], scales[::-1]
     zero = _zero(piece.full.device)
-    sides: list[int] = []
-    for side, here, there in ((rows, n_rows, mapped_rows), (cols, n_cols, mapped_cols)):
-        start, (size, width, _, inner) = side or (zero, (max(here, there), max(here, there), 1, 1))
-        sides += [start.data_ptr(), size, width, inner]
+    rows, cols = ((zero if side is None else side[0]).data_ptr() for side in sides)
+    row_run = (shape.n_rows, shape.n_rows, 1) if sides[0] is None else shape.rows
     return [
-        n_rows, n_cols, rest, mapped_cols, int(is_channels_last(piece.full)), *sides,
+        shape.n_rows, shape.n_cols, shape.mapped_cols, int(shape.in_groups), rows, *row_run, cols, *shape.cols,
         *(0 if s is None else s.data_ptr() for s in scales), struct.unpack("q", struct.pack("d", piece.gain))[0],
-        triton.cdiv(n_rows, BLOCK_R) * triton.cdiv(n_cols * rest, BLOCK_C),
+        int(is_channels_last(piece.full)), triton.cdiv(shape.n_rows * shape.n_cols, BLOCK),
     ]  # fmt: skip
 
 
 def supports(*tensors: Tensor) -> bool:
-    """Whether the kernels can address these tensors: known dtypes, and no gaps."""
-    return all(t.dtype in _DTYPES and t.is_contiguous(memory_format=memory_format(t)) for t in tensors)
+    """Whether the kernels can address these tensors: known dtypes, no gaps, and not too many entries."""
+    return all(
+        t.dtype in _DTYPES and t.is_contiguous(memory_format=memory_format(t)) and t.numel() < 1 << 31 for t in tensors
+    )
 
 
 class Settled:
@@ -121,7 +121,7 @@ class _Launch:
         with torch.cuda.device_of(self.table):
             kernel[(self.tiles,)](
                 self.table, self.owners, *args,
-                *(_DTYPES[d] for d in self.kinds), torch.float64 in self.kinds, FIELDS, BLOCK_R, BLOCK_C, **flags,
+                *(_DTYPES[d] for d in self.kinds), torch.float64 in self.kinds, FIELDS, SIDE, BLOCK, **flags,
             )  # fmt: skip
 
 
@@ -158,7 +158,7 @@ class _Rows:
         first = itertools.accumulate(self.tiles, initial=0)
         self.numbers = array("q")
         for fields, at in zip(layouts, first, strict=False):
-            self.numbers.extend((*[0] * _ADDRESSES, *fields[:-1], at))
+            self.numbers.extend((*[0] * _ADDRESSES, *fields[:-2], at))
         self.tensor = torch.frombuffer(self.numbers, dtype=torch.int64) if layouts else None
 
     def at(self, pieces: list[Piece]) -> Tensor:
@@ -226,73 +226,65 @@ def _on_host(numbers: Any) -> Tensor:
 
 
 @triton.jit
-def _tile(table, owner, FIELDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """The row of the table, and the rows and entries of this tile."""
+def _tile(table, owner, FIELDS: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """The row of the table, the first entry of this tile, and whether entries can be moved side by side."""
     program = tl.program_id(0)
     d = table + tl.load(owner + program) * FIELDS
-    n_rows = tl.load(d + 6).to(tl.int32)
-    n_cols = tl.load(d + 7).to(tl.int32)
-    rest = tl.load(d + 8).to(tl.int32)
-    tile = program - tl.load(d + 22).to(tl.int32)
-    across = tl.cdiv(n_cols * rest, BLOCK_C)
-    r = tile // across * BLOCK_R + tl.arange(0, BLOCK_R)
-    e = tile % across * BLOCK_C + tl.arange(0, BLOCK_C)
-    if tl.load(d + 10) != 0:  # channels_last: the column is the fastest index
-        c = e % n_cols
-        k = e // n_cols
-    else:
-        c = e // rest
-        k = e % rest
-    return d, r, e, c, k, n_rows, n_cols * rest, rest
+    first = (program - tl.load(d + 21).to(tl.int32)) * BLOCK
+    start = tl.load(tl.load(d + 14).to(tl.pointer_type(tl.int64))) * tl.load(d + 17)
+    addresses = tl.load(d) | tl.load(d + 1) | tl.load(d + 2) | tl.load(d + 3) | tl.load(d + 4)
+    return d, first, (tl.load(d + 9) != 0) & (start % SIDE == 0) & (addresses % 16 == 0)
 
 
 @triton.jit
-def _source(i, d):
-    """Small index -> (full index, unit), by a start, size, width and inner at ``d``."""
-    start = tl.load(tl.load(d).to(tl.pointer_type(tl.int64))).to(tl.int32)
-    size = tl.load(d + 1).to(tl.int32)
-    width = tl.load(d + 2).to(tl.int32)
-    inner = tl.load(d + 3).to(tl.int32)
-    unit = start + i // inner % width
-    unit = tl.where(unit >= size, unit - size, unit)
-    return (i // (width * inner) * size + unit) * inner + i % inner, unit
+def _run(d, SIDE: tl.constexpr):
+    """Start, size and width of the rows (``d + 10``) or columns (``d + 14``) that are kept."""
+    start = tl.load(tl.load(d).to(tl.pointer_type(tl.int64))).to(tl.int32) * tl.load(d + 3).to(tl.int32)
+    return start // SIDE, tl.load(d + 1).to(tl.int32) // SIDE, tl.load(d + 2).to(tl.int32) // SIDE
 
 
 @triton.jit
-def _target(i, d):
-    """Full index -> (small index, kept, unit)."""
-    start = tl.load(tl.load(d).to(tl.pointer_type(tl.int64))).to(tl.int32)
-    size = tl.load(d + 1).to(tl.int32)
-    width = tl.load(d + 2).to(tl.int32)
-    inner = tl.load(d + 3).to(tl.int32)
-    unit = i // inner % size
-    offset = unit - start
-    offset = tl.where(offset < 0, offset + size, offset)
-    return (i // (size * inner) * width + offset) * inner + i % inner, offset < width, unit
+def _walk(d, first, SIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Of the walked tensor: the entries of this tile as groups of ``SIDE``, their rows and columns, which there are."""
+    i = first // SIDE + tl.arange(0, BLOCK // SIDE)
+    across = tl.load(d + 7).to(tl.int32) // SIDE
+    r = i // across
+    return i, r, i % across, r < tl.load(d + 6).to(tl.int32)
 
 
 @triton.jit
-def _mapped(d, rr, cc, k, rest):
-    mapped_cols = tl.load(d + 9).to(tl.int32)
-    if tl.load(d + 10) != 0:  # noqa: SIM108
-        e = k * mapped_cols + cc
-    else:
-        e = cc * rest + k
-    return rr.to(tl.int64)[:, None] * (mapped_cols * rest) + e[None, :]
+def _at(i, SIDE: tl.constexpr):
+    return i.to(tl.int64)[:, None] * SIDE + tl.arange(0, SIDE)[None, :]
 
 
 @triton.jit
-def _scaled(value, d, row_unit, col_unit, row_in, col_in):
+def _mapped(d, rr, cc, SIDE: tl.constexpr):
+    return _at(rr.to(tl.int64) * (tl.load(d + 8) // SIDE) + cc, SIDE)
+
+
+@triton.jit
+def _pointer(address, DTYPE: tl.constexpr, SIDE: tl.constexpr):
+    """What lies there; groups are moved together only where it is a multiple of 16."""
+    pointer = address.to(tl.pointer_type(DTYPE))
+    if SIDE > 1:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _scaled(value, d, row_place, col_place, inside, SIDE: tl.constexpr):
     """Times what the slices are normalised with."""
-    value = value * tl.load(d + 21).to(tl.float64, bitcast=True).to(value.dtype)
+    value = value * tl.load(d + 20).to(tl.float64, bitcast=True).to(value.dtype)
+    at = tl.load(d + 18)
+    if at != 0:
+        unit = row_place // tl.load(d + 13).to(tl.int32)
+        scale = tl.load(at.to(tl.pointer_type(tl.float64)) + unit, mask=inside, other=0)
+        value = value * scale.to(value.dtype)[:, None]
     at = tl.load(d + 19)
     if at != 0:
-        scale = tl.load(at.to(tl.pointer_type(tl.float64)) + row_unit, mask=row_in, other=0)
-        value = value * scale.to(value.dtype)[:, None]
-    at = tl.load(d + 20)
-    if at != 0:
-        scale = tl.load(at.to(tl.pointer_type(tl.float64)) + col_unit, mask=col_in, other=0)
-        value = value * scale.to(value.dtype)[None, :]
+        unit = (col_place[:, None] * SIDE + tl.arange(0, SIDE)[None, :]) // tl.load(d + 17).to(tl.int32)
+        scale = tl.load(at.to(tl.pointer_type(tl.float64)) + unit, mask=inside[:, None], other=0)
+        value = value * scale.to(value.dtype)
     return value
 
 
@@ -302,38 +294,53 @@ def _scaled(value, d, row_unit, col_unit, row_in, col_in):
 @triton.jit
 def _take_kernel(
     table, owner, FULL: tl.constexpr, SMALL: tl.constexpr, WIDE: tl.constexpr,
-    FIELDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    FIELDS: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    d, r, e, c, k, n_rows, n_entries, rest = _tile(table, owner, FIELDS, BLOCK_R, BLOCK_C)
-    row_in = r < n_rows
-    col_in = e < n_entries
-    inside = row_in[:, None] & col_in[None, :]
-    rr, row_unit = _source(r, d + 11)
-    cc, col_unit = _source(c, d + 15)
-    full = tl.load(d).to(tl.pointer_type(FULL))
-    small = tl.load(d + 1).to(tl.pointer_type(SMALL))
-    value = tl.load(full + _mapped(d, rr, cc, k, rest), mask=inside, other=0)
-    value = _scaled(value.to(tl.float64 if WIDE else tl.float32), d, row_unit, col_unit, row_in, col_in)
-    tl.store(small + r.to(tl.int64)[:, None] * n_entries + e[None, :], value.to(SMALL), mask=inside)
+    d, first, together = _tile(table, owner, FIELDS, SIDE, BLOCK)
+    if together:
+        _take_tile(d, first, FULL, SMALL, WIDE, SIDE, BLOCK)
+    else:
+        _take_tile(d, first, FULL, SMALL, WIDE, 1, BLOCK)
+
+
+@triton.jit
+def _take_tile(
+    d, first, FULL: tl.constexpr, SMALL: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr
+):
+    i, r, c, inside = _walk(d, first, SIDE, BLOCK)
+    rr, row_place = _source(r, *_run(d + 10, 1))
+    cc, col_place = _source(c, *_run(d + 14, SIDE))
+    full = _pointer(tl.load(d), FULL, SIDE)
+    small = _pointer(tl.load(d + 1), SMALL, SIDE)
+    value = tl.load(full + _mapped(d, rr, cc, SIDE), mask=inside[:, None], other=0)
+    value = _scaled(value.to(tl.float64 if WIDE else tl.float32), d, row_place, col_place, inside, SIDE)
+    tl.store(small + _at(i, SIDE), value.to(SMALL), mask=inside[:, None])
 
 
 @triton.jit
 def _put_kernel(
     table, owner, FULL: tl.constexpr, SMALL: tl.constexpr, WIDE: tl.constexpr,
-    FIELDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    FIELDS: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    d, r, e, c, k, n_rows, n_entries, rest = _tile(table, owner, FIELDS, BLOCK_R, BLOCK_C)
-    row_in = r < n_rows
-    col_in = e < n_entries
-    rr, row_kept, row_unit = _target(r, d + 11)
-    cc, col_kept, col_unit = _target(c, d + 15)
-    inside = row_in[:, None] & col_in[None, :]
-    kept = inside & row_kept[:, None] & col_kept[None, :]
-    full = tl.load(d).to(tl.pointer_type(FULL))
-    small = tl.load(d + 1).to(tl.pointer_type(SMALL))
-    value = tl.load(small + _mapped(d, rr, cc, k, rest), mask=kept, other=0)
-    value = _scaled(value.to(tl.float64 if WIDE else tl.float32), d, row_unit, col_unit, row_in, col_in)
-    tl.store(full + r.to(tl.int64)[:, None] * n_entries + e[None, :], value.to(FULL), mask=inside)
+    d, first, together = _tile(table, owner, FIELDS, SIDE, BLOCK)
+    if together:
+        _put_tile(d, first, FULL, SMALL, WIDE, SIDE, BLOCK)
+    else:
+        _put_tile(d, first, FULL, SMALL, WIDE, 1, BLOCK)
+
+
+@triton.jit
+def _put_tile(
+    d, first, FULL: tl.constexpr, SMALL: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr
+):
+    i, r, c, inside = _walk(d, first, SIDE, BLOCK)
+    rr, row_kept, row_place = _target(r, *_run(d + 10, 1))
+    cc, col_kept, col_place = _target(c, *_run(d + 14, SIDE))
+    full = _pointer(tl.load(d), FULL, SIDE)
+    small = _pointer(tl.load(d + 1), SMALL, SIDE)
+    value = tl.load(small + _mapped(d, rr, cc, SIDE), mask=(inside & row_kept & col_kept)[:, None], other=0)
+    value = _scaled(value.to(tl.float64 if WIDE else tl.float32), d, row_place, col_place, inside, SIDE)
+    tl.store(full + _at(i, SIDE), value.to(FULL), mask=inside[:, None])
 
 
 def take(pieces: list[Piece] | Settled) -> None:
@@ -355,43 +362,33 @@ def put(pieces: list[Piece]) -> None:
 
 @triton.jit
 def _gradient(
-    table, owner, found_inf, grad_scale, SMALL: tl.constexpr,
-    FIELDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    d, first, found_inf, grad_scale, SMALL: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr,
     FOUND_INF: tl.constexpr, GRAD_SCALE: tl.constexpr, MAXIMIZE: tl.constexpr,
 ):  # fmt: skip
-    """The row of the table, where this tile lies in the full tensors, what of it is to be updated, and its gradient."""
-    d, r, e, c, k, n_rows, n_entries, rest = _tile(table, owner, FIELDS, BLOCK_R, BLOCK_C)
-    row_in = r < n_rows
-    col_in = e < n_entries
+    """Where this tile lies in the full tensors, what of it is to be updated, and its gradient."""
+    i, r, c, inside = _walk(d, first, SIDE, BLOCK)
     if FOUND_INF:  # GradScaler met an overflow: nothing is touched
-        row_in = row_in & (tl.load(found_inf + 0 * r) == 0)
-    inside = row_in[:, None] & col_in[None, :]
-    rr, row_unit = _source(r, d + 11)
-    cc, col_unit = _source(c, d + 15)
-    grads = tl.load(d + 1).to(tl.pointer_type(SMALL)) + r.to(tl.int64)[:, None] * n_entries + e[None, :]
-    g = tl.load(grads, mask=inside, other=0).to(tl.float32)
-    g = _scaled(g, d, row_unit, col_unit, row_in, col_in)
+        inside = inside & (tl.load(found_inf + 0 * r) == 0)
+    rr, row_place = _source(r, *_run(d + 10, 1))
+    cc, col_place = _source(c, *_run(d + 14, SIDE))
+    g = tl.load(_pointer(tl.load(d + 1), SMALL, SIDE) + _at(i, SIDE), mask=inside[:, None], other=0).to(tl.float32)
+    g = _scaled(g, d, row_place, col_place, inside, SIDE)
     if GRAD_SCALE:
         g = g / tl.load(grad_scale)
     if MAXIMIZE:
         g = -g
-    return d, _mapped(d, rr, cc, k, rest), inside, g
+    return _mapped(d, rr, cc, SIDE), inside[:, None], g
 
 
 @triton.jit
 def _adam_kernel(
     table, owner, lr, found_inf, grad_scale, less_beta1, less_beta2, log2_beta1, log2_beta2, weight_decay, eps,
     FULL: tl.constexpr, SMALL: tl.constexpr, STATE: tl.constexpr, WIDE: tl.constexpr,
-    FIELDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    FIELDS: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr,
     LR_LIVES_ON_DEVICE: tl.constexpr, STEP_LIVES_ON_DEVICE: tl.constexpr, FOUND_INF: tl.constexpr,
     GRAD_SCALE: tl.constexpr, DECOUPLED: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr,
 ):  # fmt: skip
-    d, at, inside, g = _gradient(
-        table, owner, found_inf, grad_scale, SMALL, FIELDS, BLOCK_R, BLOCK_C, FOUND_INF, GRAD_SCALE, MAXIMIZE
-    )
-    params = tl.load(d).to(tl.pointer_type(FULL)) + at
-    averages = tl.load(d + 2).to(tl.pointer_type(STATE)) + at
-    squares = tl.load(d + 3).to(tl.pointer_type(STATE)) + at
+    d, first, together = _tile(table, owner, FIELDS, SIDE, BLOCK)
     if LR_LIVES_ON_DEVICE:
         lr = tl.load(lr)
     step = tl.load(d + 5)
@@ -400,7 +397,29 @@ def _adam_kernel(
     count = step.to(tl.float64)  # in float32, 1 - 0.999 ** 1 would be four digits
     correction1 = (1 - tl.exp2(count * log2_beta1)).to(tl.float32)
     correction2 = (1 - tl.exp2(count * log2_beta2)).to(tl.float32)
+    if together:
+        _adam_tile(
+            d, first, lr, found_inf, grad_scale, less_beta1, less_beta2, correction1, correction2, weight_decay, eps,
+            FULL, SMALL, STATE, SIDE, BLOCK, FOUND_INF, GRAD_SCALE, DECOUPLED, AMSGRAD, MAXIMIZE,
+        )  # fmt: skip
+    else:
+        _adam_tile(
+            d, first, lr, found_inf, grad_scale, less_beta1, less_beta2, correction1, correction2, weight_decay, eps,
+            FULL, SMALL, STATE, 1, BLOCK, FOUND_INF, GRAD_SCALE, DECOUPLED, AMSGRAD, MAXIMIZE,
+        )  # fmt: skip
 
+
+@triton.jit
+def _adam_tile(
+    d, first, lr, found_inf, grad_scale, less_beta1, less_beta2, correction1, correction2, weight_decay, eps,
+    FULL: tl.constexpr, SMALL: tl.constexpr, STATE: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr,
+    FOUND_INF: tl.constexpr, GRAD_SCALE: tl.constexpr, DECOUPLED: tl.constexpr, AMSGRAD: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+):  # fmt: skip
+    at, inside, g = _gradient(d, first, found_inf, grad_scale, SMALL, SIDE, BLOCK, FOUND_INF, GRAD_SCALE, MAXIMIZE)
+    params = _pointer(tl.load(d), FULL, SIDE) + at
+    averages = _pointer(tl.load(d + 2), STATE, SIDE) + at
+    squares = _pointer(tl.load(d + 3), STATE, SIDE) + at
     p = tl.load(params, mask=inside, other=0).to(tl.float32)
     m = tl.load(averages, mask=inside, other=0).to(tl.float32)
     v = tl.load(squares, mask=inside, other=0).to(tl.float32)
@@ -413,7 +432,7 @@ def _adam_kernel(
     tl.store(averages, m.to(STATE), mask=inside)
     tl.store(squares, v.to(STATE), mask=inside)
     if AMSGRAD:
-        most = tl.load(d + 4).to(tl.pointer_type(STATE)) + at
+        most = _pointer(tl.load(d + 4), STATE, SIDE) + at
         v = tl.maximum(v, tl.load(most, mask=inside, other=0).to(tl.float32))
         tl.store(most, v.to(STATE), mask=inside)
     p = p - lr / correction1 * (m / (tl.sqrt(v) / tl.sqrt(correction2) + eps))
@@ -424,20 +443,38 @@ def _adam_kernel(
 def _sgd_kernel(
     table, owner, lr, found_inf, grad_scale, momentum, weight_decay,
     FULL: tl.constexpr, SMALL: tl.constexpr, STATE: tl.constexpr, WIDE: tl.constexpr,
-    FIELDS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    FIELDS: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr,
     LR_LIVES_ON_DEVICE: tl.constexpr, FOUND_INF: tl.constexpr, GRAD_SCALE: tl.constexpr,
     MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
 ):  # fmt: skip
-    d, at, inside, g = _gradient(
-        table, owner, found_inf, grad_scale, SMALL, FIELDS, BLOCK_R, BLOCK_C, FOUND_INF, GRAD_SCALE, MAXIMIZE
-    )
-    params = tl.load(d).to(tl.pointer_type(FULL)) + at
+    d, first, together = _tile(table, owner, FIELDS, SIDE, BLOCK)
     if LR_LIVES_ON_DEVICE:
         lr = tl.load(lr)
+    if together:
+        _sgd_tile(
+            d, first, lr, found_inf, grad_scale, momentum, weight_decay,
+            FULL, SMALL, STATE, SIDE, BLOCK, FOUND_INF, GRAD_SCALE, MOMENTUM, NESTEROV, MAXIMIZE,
+        )  # fmt: skip
+    else:
+        _sgd_tile(
+            d, first, lr, found_inf, grad_scale, momentum, weight_decay,
+            FULL, SMALL, STATE, 1, BLOCK, FOUND_INF, GRAD_SCALE, MOMENTUM, NESTEROV, MAXIMIZE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _sgd_tile(
+    d, first, lr, found_inf, grad_scale, momentum, weight_decay,
+    FULL: tl.constexpr, SMALL: tl.constexpr, STATE: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr,
+    FOUND_INF: tl.constexpr, GRAD_SCALE: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+):  # fmt: skip
+    at, inside, g = _gradient(d, first, found_inf, grad_scale, SMALL, SIDE, BLOCK, FOUND_INF, GRAD_SCALE, MAXIMIZE)
+    params = _pointer(tl.load(d), FULL, SIDE) + at
     p = tl.load(params, mask=inside, other=0).to(tl.float32)
     g = g + weight_decay * p
     if MOMENTUM:
-        buffers = tl.load(d + 2).to(tl.pointer_type(STATE)) + at
+        buffers = _pointer(tl.load(d + 2), STATE, SIDE) + at
         b = momentum * tl.load(buffers, mask=inside, other=0).to(tl.float32) + g
         tl.store(buffers, b.to(STATE), mask=inside)
         if NESTEROV:  # noqa: SIM108
