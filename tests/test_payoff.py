@@ -23,6 +23,7 @@ MEASURED = {
                 ["conv3", 16, 131072, 0.5, 1.3], ["conv3", 16, 8192, 0.5, 1.1], ["conv3", 16, 8192, 0.1, 0.9],
                 ["conv1", 16, 8192, 0.5, 0.8], ["depthwise", 16, 8192, 0.5, 1.4],
                 ["linear", 16, 256, 0.5, 0.9],
+                ["linear", 512, 256, 0.5, 1.4],
                 ["linear", 2048, 256, 0.5, 0.7], ["linear", 64, 256, 0.5, 1.2], ["linear", 64, 16384, 0.5, 0.8],
             ],
         },
@@ -56,6 +57,11 @@ def test_what_pays_at_no_batch_is_told_with_its_measurement() -> None:
 def test_what_pays_at_some_batch_is_left_to_the_user() -> None:
     assert payoff.cannot_pay("linear", 64, 32, "cuda", torch.bfloat16) is None
     assert "120%" in payoff.cannot_pay("linear", 64, 32, "cuda", torch.bfloat16, rows=300)
+
+
+def test_few_rows_say_nothing_of_many() -> None:
+    assert payoff.cannot_pay("linear", 512, 256, "cuda", torch.bfloat16) is None
+    assert "140%" in payoff.cannot_pay("linear", 512, 256, "cuda", torch.bfloat16, rows=256)
 
 
 def test_the_nearest_rate_counts() -> None:

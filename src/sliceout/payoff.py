@@ -18,6 +18,8 @@ import torch
 TABLE = Path(__file__).with_name("payoff_table.json")
 NEAR = 2.0
 """Sizes and batches up to this factor apart are taken to behave alike."""
+MANY = 4096
+"""The more rows, the better a slice pays: from so many on, what does not pay pays at no batch."""
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "bf16", torch.float32: "tf32"}
 
@@ -57,25 +59,25 @@ def cannot_pay(
         size, width: units of the group, and how many of them are kept.
         device: where the model lives.
         dtype: of its products: that of autocast, or of the weights. Left out, any of those measured may pay.
-        rows: rows (tokens, pixels) of a training batch. Left out, the batch that suits slices best counts: what does
-            not pay there pays nowhere.
+        rows: rows (tokens, pixels) of a training batch. Left out, the batch that suits slices best counts, if a large
+            one was measured: what does not pay there pays nowhere.
     """
     if not 0 < width < size:
         return None
     best: tuple[float, dict[str, Any]] | None = None
     for entry in _entries(torch.device(device), dtype):
         ratios = _alike(entry["pays"], kind, size, 1 - width / size, rows)
-        if not ratios:
+        if not ratios or (rows is None and max(ratios) < MANY):
             return None
-        if best is None or min(ratios) < best[0]:
-            best = min(ratios), entry
+        if best is None or min(ratios.values()) < best[0]:
+            best = min(ratios.values()), entry
     if best is None or best[0] < 1:
         return None
     where = f"{best[1]['machine']} (measured: {best[0]:.0%} of the full layers' time; {best[1]['file']})"
     return f"{size} units: a slice of {width} cannot pay on {where}"
 
 
-def _alike(measured: list[Any], kind: str, size: int, rate: float, rows: int | None) -> list[float]:
+def _alike(measured: list[Any], kind: str, size: int, rate: float, rows: int | None) -> dict[int, float]:
     """For each batch that was measured, the ratio at the nearest size and rate."""
     near: dict[int, tuple[float, float]] = {}
     for its_kind, its_size, its_rows, its_rate, ratio in measured:
@@ -83,7 +85,7 @@ def _alike(measured: list[Any], kind: str, size: int, rate: float, rows: int | N
         distance = abs(its_rate - rate) + abs(math.log(its_size / size))
         if alike and distance < near.get(its_rows, (math.inf, 0.0))[0]:
             near[its_rows] = distance, ratio
-    return [ratio for _, ratio in near.values()]
+    return {its_rows: ratio for its_rows, (_, ratio) in near.items()}
 
 
 def _near(a: float, b: float) -> bool:

@@ -124,17 +124,20 @@ def _match(data: dict[str, Any]) -> str:
 
 
 def judged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The targets for which ``rows`` hold a SliceOut case, each with what was measured.
+    """The targets for which ``rows`` hold a SliceOut case and one to compare it with, each with what was measured.
 
     Where a target does not say which gradients, the kind counts that misses fewest of its figures, then the faster one;
     ``others`` names those it was chosen from.
     """
     found = []
-    ours = [r for r in compared(rows) if r["scheme"] == "sliceout" and r["sampling"] == "circular"]
+    ours = [
+        r for r in compared(rows)
+        if r["scheme"] == "sliceout" and r["sampling"] == "circular" and (r["error"] or any(_figures(r).values()))
+    ]  # fmt: skip
     for target in tomllib.loads(SUITES.read_text())["target"]:
         alike: dict[Any, list[dict[str, Any]]] = {}
         for row in ours:
-            if all(row[k] == target.get(k, row[k]) for k in ("model", "mode", "batch", "grads")):
+            if all(row[k] == target.get(k, row[k]) for k in ("model", "mode", "batch", "rate", "grads")):
                 alike.setdefault(case_of(row).setting, []).append({**row, "wanted": target, "measured": _figures(row)})
         for same in alike.values():
             best = min(same, key=_misses)
