@@ -177,5 +177,5 @@ def test_a_profile_on_the_gpu_adds_up(mode: str) -> None:
     assert sum(p["reserved"] for p in memory["pools"]) <= memory["max_reserved"]
     graphs = [p for p in memory["pools"] if any(p["pool"])]
     assert bool(graphs) == (mode != "eager")
-    assert all(any(p["highest_by_step"]) for p in graphs)
+    assert any(any(p["highest_by_step"]) for p in graphs) == bool(graphs)
     assert memory["counted"]["parameters"] <= memory["max_allocated"] <= memory["max_reserved"]
