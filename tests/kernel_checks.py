@@ -309,6 +309,12 @@ def gathering(monkeypatch):
 
     for kind in ("take", "put"):
         monkeypatch.setattr(many, kind, counted(kind))
+    put = many.Gradients.put
+    monkeypatch.setattr(
+        many.Gradients,
+        "put",
+        lambda self, fulls, *rest: (launches.append(("put", len(fulls))), put(self, fulls, *rest))[1],
+    )
     if DEVICE == "cpu":
         monkeypatch.setattr(gather, "usable", lambda full: True)
     return launches

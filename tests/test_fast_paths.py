@@ -52,6 +52,10 @@ class Launches:
         self.seen: dict[str, list[int]] = {}
         for kind in ("take", "put", "sgd", "adam"):
             monkeypatch.setattr(many, kind, self.counted(kind, getattr(many, kind)))
+        put = many.Gradients.put
+        monkeypatch.setattr(
+            many.Gradients, "put", lambda which, *both: self.counted("put", lambda _: put(which, *both))(both[0])
+        )
 
     def counted(self, kind: str, launch: Callable[..., None]) -> Callable[..., None]:
         def run(pieces: list[Any], **settings: Any) -> None:

@@ -63,8 +63,11 @@ def renew_all(model: nn.Module) -> None:
 
 
 def left_out(state: Any) -> dict[str, Any]:
-    """The state of a layer without them: a copy makes its own."""
-    return {key: value for key, value in state.items() if key != "_stand_ins"}
+    """The state of a layer without what a copy makes for itself: stand-ins, and views of running statistics."""
+    return {key: value for key, value in state.items() if key not in OUR_OWN}
+
+
+OUR_OWN = ("_stand_ins", "_statistics")
 
 
 def _may_be_stood_for(p: Tensor) -> bool:

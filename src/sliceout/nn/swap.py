@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from .. import draws
+from .. import draws, stand_ins
 from .base import Sliced, _argument, _axes, adopt, place_after_loading
 from .mixing import Conv1D, Conv1d, Conv2d, Conv3d, Linear
 from .unitwise import (
@@ -99,7 +99,8 @@ def plain_(module: nn.Module) -> nn.Module:
         raise TypeError(f"{type(module).__name__} was made sliced and has no plain form to return to")
     draws.unwatch(module)
     del module.axes
-    vars(module).pop("_stand_ins", None)
+    for made in stand_ins.OUR_OWN:
+        vars(module).pop(made, None)
     hooks: Any = module._load_state_dict_post_hooks
     for key in [k for k, hook in hooks.items() if hook is place_after_loading]:
         del hooks[key]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import one_launch, store_, take, take_pair, take_to_change
+from ..ops import in_place, one_launch, store_, take, take_pair, views
 from ..slices import Axis
 from ..stand_ins import Taken
 from .base import Sliced, _attach, _check_last, _check_size
@@ -31,12 +31,16 @@ class _Unitwise(Sliced):
         return take_pair(both.weight, both.bias, axis, (self._stand_ins.get("weight"), self._stand_ins.get("bias")))
 
 
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
 class _BatchNorm(_Unitwise):
     """Batch norm over the kept channels; the running statistics of the others stay as they are."""
 
     running_mean: Tensor | None
     running_var: Tensor | None
     num_batches_tracked: Tensor | None
+    _statistics: views.InPlace | None = None
     momentum: float | None
 
     def bind(self, axes: dict[str, Axis]) -> None:
@@ -47,7 +51,8 @@ class _BatchNorm(_Unitwise):
         if axis is None:
             return super().forward(x)  # type: ignore[misc]
         self._check_input_dim(x)  # type: ignore[attr-defined]
-        mean, var, tracked, momentum = self.running_mean, self.running_var, self.num_batches_tracked, self.momentum
+        mean, var, tracked = (self._buffers[name] for name in _STATISTICS)  # type: ignore[attr-defined]
+        momentum = self.momentum
         if self.training and tracked is not None and momentum is None:
             raise ValueError(
                 "momentum=None (a cumulative average) needs every channel in every batch: "
@@ -64,11 +69,21 @@ class _BatchNorm(_Unitwise):
             return y
         if self.training and tracked is not None:
             tracked.add_(1)
-        kept_mean, kept_var = (None, None) if mean is None or var is None else take_to_change((mean, var), axis)
+        kept = None
+        if self.training and mean is not None and var is not None and in_place(axis, mean):
+            kept = self._statistics
+            if kept is None or not kept.serves(mean, var):
+                kept = self._statistics = views.InPlace((mean, var))
+            both: Any = kept.at(axis.slice.start_on_host, axis.geometry)
+        else:
+            both = take_pair(mean, var, axis)
         training = self.training or mean is None
-        y = F.batch_norm(x, kept_mean, kept_var, weight, bias, training, momentum or 0.0, self.eps)  # type: ignore[attr-defined]
-        if self.training and mean is not None and var is not None:
-            store_((mean, var), (kept_mean, kept_var), axis)  # type: ignore[arg-type]
+        mean_of, var_of = both
+        y = F.batch_norm(x, mean_of, var_of, weight, bias, training, momentum or 0.0, self.eps)  # type: ignore[attr-defined]
+        if kept is not None:
+            kept.done()
+        elif self.training and mean is not None and var is not None:
+            store_((mean, var), both, axis)
         return y
 
 

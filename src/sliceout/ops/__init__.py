@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor
 
-from . import gather, library, reference, views
+from . import gather, library, reference, tables, views
 
 if TYPE_CHECKING:
     from ..slices import Axis, Joint
 
-__all__ = ["by_views", "library", "one_launch", "store_", "take", "take_pair", "take_to_change", "without_views"]
+__all__ = ["by_views", "in_place", "library", "one_launch", "store_", "take", "take_pair", "without_views"]
 
 
 StandIn = tuple[weakref.ref[Tensor], Tensor]
@@ -42,7 +42,7 @@ def by_views(t: Tensor) -> bool:
     """Whether slices of ``t`` are taken as views now: in eager code, where the host knows the start."""
     if torch.compiler.is_compiling() or not _views:
         return False
-    return t.device.type == "cpu" or (t.device.type == "cuda" and not torch.cuda.is_current_stream_capturing())
+    return t.is_cpu or (t.is_cuda and not tables.capturing(t.device))
 
 
 @contextlib.contextmanager
@@ -168,13 +168,16 @@ def one_launch(rows: Axis | Joint) -> TypeGuard[Axis]:
     return torch.compiler.is_compiling() and not hasattr(rows, "parts")
 
 
-def take_to_change(fulls: tuple[Tensor, Tensor], rows: Axis | Joint) -> tuple[Tensor, Tensor]:
-    """:func:`take` of vectors that get no gradient and will be written to: in eager code, where it can be, in place."""
-    if not hasattr(rows, "parts") and not reference.is_table(rows.slice.start) and by_views(fulls[0]):
-        kept = views.one_run(rows.slice.start_on_host, rows.geometry)
-        if kept is not None and all(views.readable(full, kept.start) for full in fulls):
-            return fulls[0][kept], fulls[1][kept]
-    return take_pair(*fulls, rows)  # type: ignore[return-value]
+def in_place(rows: Axis | Joint, full: Tensor) -> TypeGuard[Axis]:
+    """Whether eager code lets the kept entries of a vector without gradient be changed where they are."""
+    return (
+        by_views(full)
+        and not hasattr(rows, "parts")
+        and not reference.is_table(rows.slice.start)
+        and not views._transformed()
+        and not gather._watched()
+        and not full.is_inference()
+    )
 
 
 def store_(fulls: Sequence[Tensor], smalls: Sequence[Tensor], rows: Axis | Joint) -> None:

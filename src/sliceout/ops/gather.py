@@ -33,6 +33,7 @@ from . import reference, tables, views
 if TYPE_CHECKING:
     from ..grads import SlicedGrad
     from ..slices import Slice
+    from . import many
     from .many import Piece
 
 PORTION = 1 << 26
@@ -66,8 +67,13 @@ def take(
     note.used = plan.round
     found = note.found[tracking]
     if found is not None:
-        small, version, address, kind = found
-        if version == full._version and address == full.data_ptr() and kind is (tracking and full.requires_grad):
+        small, fetched, version, address, kind = found
+        if (
+            fetched == plan.round
+            and version == full._version
+            and address == full.data_ptr()
+            and kind is (tracking and full.requires_grad)
+        ):
             return small
     return None if note.alone else plan.fetch(note, full)
 
@@ -78,8 +84,8 @@ _watched = torch._C._len_torch_dispatch_stack  # a mode that wants to see every 
 _tracking = torch.is_grad_enabled
 _users = getattr(torch._C, "_storage_Use_Count", None)  # how many tensors share a memory; without it none is kept
 Key = tuple[int, int, int, bool, bool, "torch.dtype | None"]
-Found = tuple[Tensor, int, int, bool]
-"""A slice that waits, and what it is true for: version and address of its parameter, and whether that is tracked."""
+Found = tuple[Tensor, int, int, int, bool]
+"""A slice that waits, and what it is true for: round, version and address of its parameter, whether that is tracked."""
 
 
 class Note:
@@ -119,6 +125,7 @@ class Form:
         self.rows, self.cols = (None if a is None else (a.slice.start, a.geometry) for a in axes)
         geometries = ([] if cut is None else cut[1] for cut in (self.rows, self.cols))
         self.small_shape = views.small_shape(full.shape, *geometries)
+        self.small_strides = views.strides(tuple(self.small_shape), views.is_channels_last(full))
         self.like = tuple(full.shape), views.is_channels_last(full), full.dtype
         self.memory_format = views.memory_format(full)
         self.put_strides = views.strides(*self.like[:2])
@@ -166,6 +173,7 @@ class Plan:
         self.where = (0, False)
         self.round = 0
         self.stale = False
+        self.untracked = False  # slices wait that want no gradients
 
     def begin(self, stamp: int, where: tuple[int, bool]) -> None:
         """A new round: nothing that was fetched is true any more."""
@@ -174,8 +182,10 @@ class Plan:
         self.stamp, self.where = stamp, where
         self.round += 1
         self.stale |= self.round % FORGET == 0
-        for note in self.notes.values():
-            note.found = [None, None]
+        if self.untracked:
+            self.untracked = False
+            for note in self.notes.values():
+                note.found[False] = None
 
     def held(self) -> list[Tensor]:
         """The slices whose memory waits for the next pass, or for the rest of this one."""
@@ -227,9 +237,11 @@ class Plan:
         if at >= 0:
             portion = self.portions[at]
         tracking = _tracking()
+        self.untracked |= not tracking
+        for note in portion:
+            note.found[tracking] = None  # its memory may be what is written next, and it may hold its parameter
         notes, fulls = [], []
         for note in portion:
-            note.found[tracking] = None  # its memory may be what is written next
             full = note.full()
             if full is not None and (note is asked or not full._backward_hooks):
                 notes.append(note)
@@ -242,11 +254,11 @@ class Plan:
         smalls = Gather.apply(batch, *fulls) if True in kinds else batch.fill()
         if batch.settled and at >= 0 and not self.where[1]:  # what a captured graph uses is its own
             self.kept[at], batch.used = batch, self.round
-        for note, full, kind, small in zip(notes, fulls, kinds, smalls, strict=True):
-            note.found[tracking] = small, full._version, full.data_ptr(), kind
-            if note is asked:
-                note.known, note.found[tracking], first = True, None, small  # asked again, it begins another pass
-        return first
+        now = self.round
+        for note, small, full, address, kind in zip(notes, smalls, fulls, batch.addresses, kinds, strict=True):
+            note.found[tracking] = small, now, full._version, address, kind
+        asked.known, asked.found[tracking] = True, None  # asked again, it begins another pass
+        return smalls[notes.index(asked)]
 
 
 class Batch:
@@ -262,6 +274,7 @@ class Batch:
         from . import many
 
         self.looks = _looks(fulls)
+        self.addresses = self.looks[: len(fulls)]
         self.shapes = Shapes(notes, fulls)
         self.cuts = [(s, s.start, s.width) for s in _slices(notes)]
         self.settled = _users is not None and all(form.readable for form in self.shapes.forms)
@@ -326,11 +339,36 @@ class Shapes:
         self.slices = [weakref.ref(s) for s in slices]
         self.axes = [(weakref.ref(a), slices.index(a.slice), tuple(a.geometry)) for a in axes]
         self.sides = [[None if a is None else axes.index(a) for a in (note.rows, note.cols)] for note in notes]
+        self.dense = not any(form.compact for form in self.forms)
+        self.puts: many.Gradients | None = None  # once it is known how gradients come
 
     def starts(self) -> list[int | None]:
         """Where the slices lie now; ``None`` if the model is gone."""
         live = [ref() for ref in self.slices]
         return [None if s is None else s.start_on_host for s in live]
+
+    def usual(self, grads: tuple[Tensor | None, ...], needed: tuple[bool, ...]) -> bool:
+        """Whether all gradients have come, as they come in every step."""
+        for form, grad in zip(self.forms, grads, strict=True):
+            if grad is None or grad.dtype is not form.dtype or grad.stride() != form.small_strides:
+                return False
+        return False not in needed
+
+    def put(self, grads: tuple[Tensor, ...]) -> list[Tensor]:
+        """All of them in their places in full tensors."""
+        from . import many
+
+        device = grads[0].device
+        fulls = [
+            torch.empty_strided(form.shape, form.put_strides, dtype=form.full_dtype, device=device)
+            for form in self.forms
+        ]
+        if self.puts is None:
+            self.puts = many.Gradients(
+                [f.piece(full, g, None) for f, full, g in zip(self.forms, fulls, grads, strict=True)]
+            )
+        self.puts.put(fulls, grads)
+        return fulls
 
     def sliced(self, grads: list[tuple[int, Tensor]], starts: list[int]) -> list[SlicedGrad]:
         """Gradients, each with its number in the batch, by themselves: at the places that ``starts`` say."""
@@ -364,6 +402,8 @@ class Gather(views._Function):
         shapes, needed = ctx.shapes, ctx.needs_input_grad[1:]
         whole = torch.is_grad_enabled()  # second derivatives are asked for: ordinary operations have them
         moved = ctx.starts != shapes.starts()
+        if shapes.dense and not (whole or moved) and shapes.usual(grads, needed):
+            return None, *shapes.put(grads)
         out: list[Tensor | None] = [None] * len(grads)
         pieces, apart = [], []
         for i, (form, grad, wanted) in enumerate(zip(shapes.forms, grads, needed, strict=True)):

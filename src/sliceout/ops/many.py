@@ -11,7 +11,7 @@ import itertools
 import math
 import struct
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +108,26 @@ class Settled:
         return self.count
 
 
+class Gradients:
+    """Pieces to be put whose tensors are new every time, but always of the same kind: only addresses are sent."""
+
+    def __init__(self, pieces: list[Piece]) -> None:
+        self.device = pieces[0].full.device
+        alike: dict[Any, list[int]] = {}
+        for i, piece in enumerate(pieces):
+            alike.setdefault(_both(piece), []).append(i)
+        layouts = [p.layout or layout(p, walk_full=True) for p in pieces]
+        self.groups = [(kinds, at, _rows([layouts[i] for i in at])) for kinds, at in alike.items()]
+
+    def put(self, fulls: Sequence[Tensor], smalls: Sequence[Tensor]) -> None:
+        """:func:`put`, in their order; nothing is checked."""
+        full_at, small_at = (list(map(Tensor.data_ptr, tensors)) for tensors in (fulls, smalls))
+        for kinds, at, rows in self.groups:
+            if rows.total:
+                table = tables.make(rows.filled([full_at[i] for i in at], [small_at[i] for i in at]), self.device)
+                _Launch(table, _owners(rows.tiles, self.device), rows.total, kinds).run(_put_kernel)
+
+
 @dataclass
 class _Launch:
     """Pieces of the same dtypes, on the device."""
@@ -163,7 +183,11 @@ class _Rows:
 
     def at(self, pieces: list[Piece]) -> Tensor:
         """The table for pieces that lie there; the next call overwrites it."""
-        for column, values in enumerate(zip(*map(_addresses, pieces), strict=True)):
+        return self.filled(*zip(*map(_addresses, pieces), strict=True))
+
+    def filled(self, *columns: Sequence[int]) -> Tensor:
+        """The table with these addresses: of the full tensors, of the small ones, and so on."""
+        for column, values in enumerate(columns):
             self.numbers[column::FIELDS] = array("q", values)
         assert self.tensor is not None
         return self.tensor

@@ -41,14 +41,15 @@ _arena: Arena | None = None
 
 def capturing(device: torch.device) -> bool:
     """Whether work on ``device`` is being captured in a graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return where(device)[1]
 
 
 def where(device: torch.device) -> tuple[int, bool]:
     """The stream that work on ``device`` goes to now, and whether it is being captured."""
     if device.type != "cuda":
         return 0, False
-    return torch._C._cuda_getCurrentRawStream(device.index), torch.cuda.is_current_stream_capturing()
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    return stream, stream != 0 and torch.cuda.is_current_stream_capturing()  # the default stream cannot be
 
 
 def possible(device: torch.device) -> bool:

@@ -9,6 +9,7 @@ dimensions the runs make rectangles, so everything here is ``narrow`` and ``copy
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -167,18 +168,61 @@ def one_run(start: int, geometry: list[int]) -> slice | None:
 
 def store_(fulls: Sequence[Tensor], smalls: Sequence[Tensor], cut: Cut) -> None:
     """Write each of ``smalls`` over the kept entries of its vector in ``fulls``: one launch on a GPU."""
-    start, (size, width, blocks, inner) = cut
-    if blocks == 1 and start + width > size:  # wraps around the end: a call for each vector instead of two for each run
-        last, first = (size - start) * inner, (start + width - size) * inner
-        targets, sources = list[Tensor](), list[Tensor]()
-        for full, small in zip(fulls, smalls, strict=True):
-            head, _, tail = full.split_with_sizes([first, start * inner - first, last])
-            targets += [tail, head]
-            sources += small.split_with_sizes([last, first])
-    else:
-        both = [r for full, small in zip(fulls, smalls, strict=True) for r in rectangles(full, small, cut)]
-        targets, sources = ([r[i] for r in both] for i in (0, 1))
-    torch._foreach_copy_(targets, sources)
+    both = [r for full, small in zip(fulls, smalls, strict=True) for r in rectangles(full, small, cut)]
+    torch._foreach_copy_([full for full, _ in both], [small for _, small in both])
+
+
+class InPlace:
+    """The kept entries of vectors that somebody else will write to, such as running statistics.
+
+    To make views costs the host as much as to use them, so those of every start are kept. Where the entries are not one
+    run that kernels can read, they are copied to memory of their own, and back by :meth:`done`.
+    """
+
+    def __init__(self, fulls: tuple[Tensor, ...]) -> None:
+        self.fulls, self.addresses = fulls, [f.data_ptr() for f in fulls]
+        self.known: dict[Any, tuple[list[Tensor], list[Tensor], list[Tensor]]] = {}
+        self.apart: list[Tensor] = []
+
+    def serves(self, *fulls: Tensor) -> bool:
+        """Whether these are still its vectors, and where they were."""
+        for full, mine, address in zip(fulls, self.fulls, self.addresses, strict=True):
+            if full is not mine or full.data_ptr() != address:
+                return False
+        return True
+
+    def at(self, start: int, geometry: list[int]) -> list[Tensor]:
+        """The kept entries of each vector."""
+        self.now = self.known.get((start, geometry[1])) or self._make(start, geometry)
+        smalls, here, there = self.now
+        if here:
+            torch._foreach_copy_(here, there)
+        return smalls
+
+    def done(self) -> None:
+        """They have been written to."""
+        _, here, there = self.now
+        if here:
+            torch._foreach_copy_(there, here)
+
+    @torch.inference_mode(False)
+    def _make(self, start: int, geometry: list[int]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        if len(self.known) > 64:
+            self.known.clear()
+        run = one_run(start, geometry)
+        if run is not None and all(readable(full, run.start) for full in self.fulls):
+            made: Any = [full[run] for full in self.fulls], [], []
+        else:
+            width = math.prod(geometry[1:])
+            if not self.apart or len(self.apart[0]) != width:
+                self.known.clear()
+                self.apart = [full.new_empty(width) for full in self.fulls]
+            # .data: a graph that saved them does not look at their values, and must not take this for a change
+            cut = start, geometry
+            pairs = [r for f, s in zip(self.fulls, self.apart, strict=True) for r in rectangles(f.data, s.data, cut)]
+            made = self.apart, [small for _, small in pairs], [full for full, _ in pairs]
+        self.known[start, geometry[1]] = made
+        return made
 
 
 def small_shape(shape: torch.Size, rows: list[int], cols: list[int]) -> list[int]:
