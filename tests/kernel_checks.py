@@ -637,6 +637,20 @@ def test_a_graph_that_has_been_run_backwards_does_not(gathering):
         del loss
 
 
+def test_a_gradient_may_lie_otherwise_than_those_before(gathering):
+    a = Slice(8, 0.5, align=1)
+    first, second = nn.Conv2d(3, 8, 1, bias=False, out_slice=a), nn.Conv2d(8, 4, 1, bias=False, in_slice=a)
+    model = torch.nn.Sequential(first, second).to(DEVICE)
+    x = torch.randn(2, 3, 4, 4, device=DEVICE)
+    settled(model, x)
+    hidden = first(x)
+    weight, *_ = second._parts(hidden)
+    (hidden.sum() + weight.sum()).backward()  # the gradient of a sum is one number, seen from all places
+    expected = torch.zeros(4, 8, 1, 1)
+    expected[:, a.kept] = a.size / a.width
+    assert torch.equal(second.weight.grad.cpu(), expected)
+
+
 HOLDERS = {
     "itself": lambda small: small,
     "detached": lambda small: small.detach(),

@@ -308,6 +308,52 @@ def test_batch_norms_are_given_no_vector_that_they_cannot_read(monkeypatch):
         given.clear()
 
 
+def test_a_batch_norm_may_run_at_several_draws_before_the_first_is_run_backwards():
+    """Its graph holds the statistics it was given; writing to them again must not look like a change to it."""
+    s = Slice(10, 0.4)
+    layer = randomise(sliceout.nn.BatchNorm2d(10, slice=s))
+    losses = []
+    for start in (6, 1, 7, 6):
+        set_start(s, start)
+        losses.append(layer(torch.randn(5, 6, 2, 2, requires_grad=True)).square().sum())
+    for loss in losses:
+        loss.backward()
+    assert layer.bias.grad is not None
+
+
+def test_statistics_that_were_replaced_or_moved_are_updated():
+    s = Slice(10, 0.4)
+    layer = randomise(sliceout.nn.BatchNorm2d(10, slice=s))
+    changes = [
+        lambda: None,
+        lambda: setattr(layer, "running_mean", torch.zeros(10)),
+        lambda: setattr(layer.running_var, "data", torch.full((10,), 2.0)),
+        lambda: layer.load_state_dict(copy.deepcopy(layer.state_dict()), assign=True),
+        lambda: s.rerate_(0.6),
+        lambda: s.rerate_(0.4),
+    ]
+    for change, start in itertools.product(changes, (1, 7)):  # in one run, and around the end
+        if start == 1:
+            change()
+        set_start(s, start)
+        compare_batch_norm(layer, s, torch.randn(5, s.width, 2, 2))
+
+
+def test_a_batch_norm_keeps_its_views_to_itself():
+    s = Slice(10, 0.4)
+    layer = slice_(nn.BatchNorm2d(10), slice=s)
+    set_start(s, 7)
+    x = torch.randn(5, 6, 2, 2)
+    layer(x)
+    mean = layer.running_mean.clone()
+    copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
+    for other in copies:
+        other(x)
+        assert not torch.equal(other.running_mean, mean)
+    assert torch.equal(layer.running_mean, mean)
+    assert vars(plain_(layer)).keys() == vars(nn.BatchNorm2d(10)).keys()
+
+
 @devices
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_batch_norms_read_slices_that_start_anywhere(dtype, device):

@@ -347,12 +347,12 @@ class Shapes:
         live = [ref() for ref in self.slices]
         return [None if s is None else s.start_on_host for s in live]
 
-    def usual(self, grads: tuple[Tensor | None, ...], needed: tuple[bool, ...]) -> bool:
-        """Whether all gradients have come, as they come in every step."""
-        for form, grad in zip(self.forms, grads, strict=True):
-            if grad is None or grad.dtype is not form.dtype or grad.stride() != form.small_strides:
-                return False
-        return False not in needed
+    def usual(self, grads: tuple[Tensor | None, ...]) -> bool:
+        """Whether all gradients have come, and lie as they do in every step."""
+        return all(
+            grad is not None and grad.stride() == form.small_strides
+            for form, grad in zip(self.forms, grads, strict=True)
+        )
 
     def put(self, grads: tuple[Tensor, ...]) -> list[Tensor]:
         """All of them in their places in full tensors."""
@@ -402,7 +402,7 @@ class Gather(views._Function):
         shapes, needed = ctx.shapes, ctx.needs_input_grad[1:]
         whole = torch.is_grad_enabled()  # second derivatives are asked for: ordinary operations have them
         moved = ctx.starts != shapes.starts()
-        if shapes.dense and not (whole or moved) and shapes.usual(grads, needed):
+        if shapes.dense and not (whole or moved) and shapes.usual(grads):
             return None, *shapes.put(grads)
         out: list[Tensor | None] = [None] * len(grads)
         pieces, apart = [], []

@@ -180,16 +180,14 @@ class InPlace:
     """
 
     def __init__(self, fulls: tuple[Tensor, ...]) -> None:
-        self.fulls, self.addresses = fulls, [f.data_ptr() for f in fulls]
+        self.fulls = tuple(f.detach() for f in fulls)  # .data of a tensor may be replaced
+        self.addresses = [f.data_ptr() for f in fulls]
         self.known: dict[Any, tuple[list[Tensor], list[Tensor], list[Tensor]]] = {}
         self.apart: list[Tensor] = []
 
     def serves(self, *fulls: Tensor) -> bool:
-        """Whether these are still its vectors, and where they were."""
-        for full, mine, address in zip(fulls, self.fulls, self.addresses, strict=True):
-            if full is not mine or full.data_ptr() != address:
-                return False
-        return True
+        """Whether these lie where its vectors did; nothing else can, as long as those are held."""
+        return [f.data_ptr() for f in fulls] == self.addresses
 
     def at(self, start: int, geometry: list[int]) -> list[Tensor]:
         """The kept entries of each vector."""
@@ -215,7 +213,6 @@ class InPlace:
         else:
             width = math.prod(geometry[1:])
             if not self.apart or len(self.apart[0]) != width:
-                self.known.clear()
                 self.apart = [full.new_empty(width) for full in self.fulls]
             # .data: a graph that saved them does not look at their values, and must not take this for a change
             cut = start, geometry
