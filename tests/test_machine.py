@@ -21,6 +21,13 @@ def test_description_names_device_and_versions() -> None:
     assert found["sliceout"] == sliceout.__version__
     assert found["threads"] == torch.get_num_threads()
     assert found["device"]
+    assert "allocator" not in found
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_description_names_what_the_allocator_was_told(monkeypatch, name: str) -> None:
+    monkeypatch.setenv(name, "expandable_segments:True")
+    assert machine.describe(torch.device("cpu"))["allocator"] == "expandable_segments:True"
 
 
 @pytest.mark.skipif(not Path("/proc/stat").is_file(), reason="the system does not tell")

@@ -108,9 +108,10 @@ def _title(name: str, data: dict[str, Any]) -> str:
 def _origin(name: str, data: dict[str, Any]) -> str:
     about = data["machine"]
     triton = f", Triton {about['triton']}" if about.get("triton") else ""
+    allocator = f", allocator {about['allocator']}" if about.get("allocator") else ""
     return (
         f"`{data['command']}`, revision {data['revision']}, {about['date'][:10]}, torch {about['torch']}{triton}, "
-        f"{about['threads']} threads. Data: [results/bench/{name}](../results/bench/{name}).\n"
+        f"{about['threads']} threads{allocator}. Data: [results/bench/{name}](../results/bench/{name}).\n"
     )
 
 
