@@ -481,6 +481,15 @@ def write(folder: Path, rows: list[dict[str, Any]], name: str = "x.json") -> Pat
     return path
 
 
+def test_the_page_says_what_the_allocator_was_told(tmp_path: Path) -> None:
+    path = write(tmp_path, [row(BASE, 1.0)])
+    assert ", 1 threads. Data:" in page.page(tmp_path)
+    data = json.loads(path.read_text())
+    data["machine"]["allocator"] = "expandable_segments:True"
+    path.write_text(json.dumps(data))
+    assert ", 1 threads, allocator expandable_segments:True. Data:" in page.page(tmp_path)
+
+
 def test_what_circular_costs_beside_window_is_said(tmp_path: Path) -> None:
     circular = Case("mlp", 256, "sliceout", mode="captured", grads="compact")
     window = replace(circular, sampling="window")

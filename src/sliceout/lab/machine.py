@@ -16,7 +16,7 @@ from .. import __version__
 
 def describe(device: torch.device) -> dict[str, Any]:
     """The machine, the versions and the time, ready for a JSON file."""
-    given = [os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")]
+    allocator = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
@@ -26,7 +26,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "sliceout": __version__,
-        **{"allocator": settings for settings in given if settings},
+        **({"allocator": allocator} if allocator else {}),
     }
 
 
