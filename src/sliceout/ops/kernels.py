@@ -47,7 +47,7 @@ def _target(i, start, size, width):
 @triton.jit
 def _table_source(i, units, size, width, inner, inside):
     """:func:`_source` for a subset: the table says which units are kept, in order."""
-    at = tl.load(units + i % width // inner, mask=inside, other=0).to(tl.int32) * inner + i % inner
+    at = tl.load(units + i % width // inner, mask=inside, other=0).to(i.dtype) * inner + i % inner
     return i // width * size + at, at
 
 
@@ -55,7 +55,7 @@ def _table_source(i, units, size, width, inner, inside):
 def _table_target(i, units, size, width, inner, inside):
     """:func:`_target` for a subset: behind the units, the table says where each of them is in that order."""
     at = i % size
-    offset = tl.load(units + (size + at) // inner, mask=inside, other=0).to(tl.int32) * inner + i % inner
+    offset = tl.load(units + (size + at) // inner, mask=inside, other=0).to(i.dtype) * inner + i % inner
     return i // size * width + offset, offset < width, at
 
 
@@ -75,9 +75,9 @@ def _copy(
     row_at = 0
     col_at = 0
     if ROWS and not ROW_TABLE:
-        row_at = tl.load(row_start).to(tl.int32) * row_inner
+        row_at = tl.load(row_start).to(tl.int64 if LARGE else tl.int32) * row_inner
     if not COL_TABLE:
-        col_at = tl.load(col_start).to(tl.int32) * col_inner
+        col_at = tl.load(col_start).to(tl.int64 if LARGE else tl.int32) * col_inner
     if SIDE > 1:  # noqa: SIM102  # the first is known when this is compiled
         if col_at % SIDE == 0:
             _copy_tile(
@@ -323,10 +323,8 @@ class Matrix:
             rows, cols, behind = [], rows, math.prod(full.shape[1:])
             self.n_rows, self.n_cols, self.mapped_cols = 1, walked.numel(), mapped.numel()
         else:
-            self.n_rows, self.n_cols, self.mapped_cols = (
-                len(walked),
-                *(math.prod(t.shape[1:]) for t in (walked, mapped)),
-            )
+            self.n_rows = len(walked)
+            self.n_cols, self.mapped_cols = math.prod(walked.shape[1:]), math.prod(mapped.shape[1:])
             behind = 1 if full.dim() < 3 or is_channels_last(full) else math.prod(full.shape[2:])
         self.rows, self.cols = _run(rows, 1), _run(cols, behind)
         self.in_groups = all(n % SIDE == 0 for n in (self.n_cols, self.mapped_cols, *self.cols[:2]))
