@@ -153,6 +153,27 @@ def test_a_profile_from_the_command_to_the_page(tmp_path: Path, capsys) -> None:
         assert "| mlp-2x64 b8 eager, sliceout p=0.5 compact | 0.2 |" in text
 
 
+def test_what_lives_at_once_says_what_is_out_of_reach() -> None:
+    def row(scheme: str, outside: int, recorded: int) -> dict[str, Any]:
+        counted = {"parameters": outside << 19, "optimizer state": outside << 19, "gradients": 7 << 30}
+        pools = [
+            {"pool": [0, 0], "reserved": 1, "highest_by_step": [9 << 30] * 3, "largest_at_highest": []},
+            {"pool": [0, 1], "reserved": 1, "highest_by_step": [9 << 30, recorded << 20, 1], "largest_at_highest": []},
+        ]
+        memory = {"counted": {**counted, "buffers": 0, "batch": 0}, "rest": None, "max_allocated": 1, "pools": pools}
+        case = replace(BASE, scheme=scheme, mode="compiled").as_dict()
+        exactly = {"parameters": 1, "kept": None, "copies": None}
+        return {**case, "error": None, "memory": memory, "time": {"error": "none"}, "exactly": exactly}
+
+    rows = [row("standard", 40, 60), row("floor", 20, 30), row("sliceout", 40, 32)]
+    text = "\n".join(profile_page.tables(rows))
+    for told in ("standard p=0.5 100 MiB (100.0%)", "floor p=0.5 50.0 MiB (50.0%)", "sliceout p=0.5 72.0 MiB (72.0%)"):
+        assert told in text
+    assert "leave 70.0% at the least" in text
+    assert "at the least" not in "\n".join(profile_page.tables(rows[::2]))
+    assert "lived" not in "\n".join(profile_page.tables(rows[1:]))
+
+
 def test_what_failed_is_told() -> None:
     case = BASE.as_dict()
     memory = {"counted": {"parameters": 1 << 20, "optimizer state": 0}, "rest": 0, "max_allocated": 1 << 20}

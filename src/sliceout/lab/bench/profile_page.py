@@ -39,7 +39,7 @@ def tables(rows: list[dict[str, Any]]) -> list[str]:
     """Time, memory, pools, and what follows from shapes alone, in Markdown."""
     good = [r for r in rows if r["error"] is None]
     out = [_time([r for r in good if "error" not in r["time"]]), _memory(good)]
-    notes = [*_failures(rows), *(note for r in good for note in _pools(r)), *_least(good)]
+    notes = [*_failures(rows), *(note for r in good for note in _pools(r)), *_live(good), *_least(good)]
     return [text for text in out if text] + (["\n".join(f"- {note}" for note in notes) + "\n"] if notes else [])
 
 
@@ -96,6 +96,42 @@ def _pools(row: dict[str, Any]) -> list[str]:
                 f"{steps}; the largest blocks at the highest point: {blocks}."
             )
     return out
+
+
+def _live(rows: list[dict[str, Any]]) -> list[str]:
+    """How much of a compiled step's memory lives at once, and what the floor's activations would leave of it.
+
+    The first step tries algorithms, the second is recorded: what lives then lives in every replay.
+    """
+    out = []
+    with_graphs = [r for r in rows if r["mode"] == "compiled" and "pools" in r["memory"]]
+    for setting in dict.fromkeys(case_of(r).setting for r in with_graphs):
+        alike = [r for r in with_graphs if case_of(r).setting == setting]
+        found = {case_of(r).label: (_outside(r), _recorded(r)) for r in alike}
+        standard, floor = (next((v for k, v in found.items() if k.startswith(s)), None) for s in ("standard", "floor"))
+        if standard is None:
+            continue
+        shares = [f"{name} {_mib(sum(v))} MiB ({sum(v) / sum(standard):.1%})" for name, v in found.items()]
+        text = (
+            f"{alike[0]['model']} b{alike[0]['batch']} compiled: parameters, buffers, state and batch, with the most that "
+            f"lived in the graphs' pools while they were recorded: {', '.join(shares)}. What is held beyond that is room "
+            "between blocks."
+        )
+        if floor is not None:
+            text += (
+                " As long as parameters and state are kept in full, the floor's pools on top of them leave "
+                f"{(standard[0] + floor[1]) / sum(standard):.1%} at the least."
+            )
+        out.append(text)
+    return out
+
+
+def _outside(row: dict[str, Any]) -> int:
+    return sum(row["memory"]["counted"][name] for name in ("parameters", "buffers", "optimizer state", "batch"))
+
+
+def _recorded(row: dict[str, Any]) -> int:
+    return sum(p["highest_by_step"][1] for p in row["memory"]["pools"] if any(p["pool"]))
 
 
 def _least(rows: list[dict[str, Any]]) -> list[str]:
