@@ -113,9 +113,9 @@ def _live(rows: list[dict[str, Any]]) -> list[str]:
             continue
         shares = [f"{name} {_mib(sum(v))} MiB ({sum(v) / sum(standard):.1%})" for name, v in found.items()]
         text = (
-            f"{alike[0]['model']} b{alike[0]['batch']} compiled: parameters, buffers, state and batch, with the most that "
-            f"lived in the graphs' pools while they were recorded: {', '.join(shares)}. What is held beyond that is room "
-            "between blocks."
+            f"{alike[0]['model']} b{alike[0]['batch']} compiled: parameters, buffers, state and batch, with the most "
+            f"that lived in the graphs' pools while they were recorded: {', '.join(shares)}. What is held beyond that "
+            "is room between blocks."
         )
         if floor is not None:
             text += (
