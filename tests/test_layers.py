@@ -339,6 +339,15 @@ def test_statistics_that_were_replaced_or_moved_are_updated():
         compare_batch_norm(layer, s, torch.randn(5, s.width, 2, 2))
 
 
+def test_views_of_many_starts_come_and_go():
+    s = Slice(600, 0.5, align=1)
+    layer = randomise(sliceout.nn.BatchNorm2d(600, slice=s))
+    for start in (*range(0, 600, 2), 0, 598):
+        set_start(s, start)
+        compare_batch_norm(layer, s, torch.randn(2, 300, 1, 1))
+        assert 0 < len(layer._statistics.known) <= 256
+
+
 def test_a_batch_norm_keeps_its_views_to_itself():
     s = Slice(10, 0.4)
     layer = slice_(nn.BatchNorm2d(10), slice=s)

@@ -205,7 +205,7 @@ class InPlace:
 
     @torch.inference_mode(False)
     def _make(self, start: int, geometry: list[int]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        if len(self.known) > 64:
+        if len(self.known) >= 256:
             self.known.clear()
         run = one_run(start, geometry)
         if run is not None and all(readable(full, run.start) for full in self.fulls):
