@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import sliceout
-from sliceout.lab import machine
+from sliceout.lab import energy, machine
 
 
 def test_description_names_device_and_versions() -> None:
@@ -42,3 +42,12 @@ def test_work_of_our_own_does_not_count(monkeypatch) -> None:
     before, process_time = machine.cpu_seconds_of_others(), time.process_time
     monkeypatch.setattr(time, "process_time", lambda: process_time() + 1000)
     assert machine.cpu_seconds_of_others() - before == pytest.approx(-1000, abs=10)
+
+
+def test_energy_counts_only_where_it_was_counted_long_enough() -> None:
+    row = {"ms": 10.0, "ms_mean": 12.0, "repeats": 200, "energy_joules_per_step": 6.0}
+    assert energy.of_a_step(row) == 6.0
+    assert energy.of_a_step({**row, "repeats": 150}) is None
+    assert energy.of_a_step({**row, "ms_mean": None}) == 6.0
+    assert energy.of_a_step({"ms": 10.0, "energy_joules_per_step": 6.0}) is None
+    assert energy.of_a_step({**row, "energy_joules_per_step": None}) is None

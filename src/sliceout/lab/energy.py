@@ -8,9 +8,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+
+SECONDS = 2.0
+"""Over less than this the counter's own steps are too coarse: power came out above what the GPU can draw."""
+
+
+def of_a_step(row: Mapping[str, Any]) -> float | None:
+    """Joules of a step by a benchmark's row; ``None`` if none were counted, or not for long enough."""
+    seconds = (row.get("repeats") or 0) * (row.get("ms_mean") or row["ms"]) / 1000
+    return row.get("energy_joules_per_step") if seconds >= SECONDS else None
 
 
 def meter(device: torch.device) -> Callable[[], float] | None:

@@ -87,5 +87,6 @@ def _measured(
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    names = ("batch", "ms", "ms_p10", "ms_p90", "max_reserved", "max_allocated", "energy_joules_per_step")
-    return {k: row.get(k) for k in names} | {"samples_per_second": 1000 * row["batch"] / row["ms"]}
+    names = ("batch", "ms", "ms_p10", "ms_p90", "ms_mean", "repeats", "max_reserved", "max_allocated")
+    shown = {k: row.get(k) for k in (*names, "energy_joules_per_step")}
+    return shown | {"samples_per_second": 1000 * row["batch"] / row["ms"]}

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .. import energy
 from . import paper
 from .figures import COLOURS, Drawn, legend, panel
 from .groups import Group, name_of, scaling_in_words
@@ -153,16 +154,15 @@ def _larger_batch(measured: Measured, carbon: Carbon) -> Iterator[tuple[list[str
         time = 100 * ((ours["ms"] / ours["batch"]) / (base["ms"] / base["batch"]) - 1)
         held = [x.get("max_reserved") or x.get("max_allocated") for x in (base, ours)]  # nothing is reserved on a CPU
         memory = 100 * held[1] / held[0] if all(held) else None
-        joules = [
-            x["energy_joules_per_step"] / x["batch"] if x.get("energy_joules_per_step") else None for x in (base, ours)
-        ]
-        energy = 100 * (joules[1] / joules[0] - 1) if joules[0] and joules[1] else None
-        change = time if energy is None else energy
+        joules = [energy.of_a_step(x) for x in (base, ours)]
+        per_sample = [j / x["batch"] for j, x in zip(joules, (base, ours), strict=True) if j]
+        saved = 100 * (per_sample[1] / per_sample[0] - 1) if len(per_sample) == 2 else None
+        change = time if saved is None else saved
         yield [
             _title(row), f"{base['batch']} → {'at least ' if row.get('capped') else ''}{ours['batch']}",
             "-" if memory is None else f"{memory:.0f} % of standard",
-            f"{time:+.0f} %", NOT_MEASURED if energy is None else f"{energy:+.0f} %",
-            f"**{change:+.0f} %**\n*{'from time' if energy is None else 'from energy'}*",
+            f"{time:+.0f} %", NOT_MEASURED if saved is None else f"{saved:+.0f} %",
+            f"**{change:+.0f} %**\n*{'from time' if saved is None else 'from energy'}*",
         ], change  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .. import energy
 from .groups import Estimate, Group, scaling_in_words
 from .reading import Measured
 
@@ -109,7 +110,7 @@ def _of_case(case: Mapping[str, Any], device: str, where: str) -> Step:
         sampling=case.get("sampling"), norm=None, grads=case.get("grads") or "dense", mode=case.get("mode") or "eager",
         precision=case.get("precision") or "fp32", device=device, size=case.get("size"), source=where,
         ms=case["ms"], spread=(low, high) if low and high else None, reserved=case.get("max_reserved"),
-        allocated=case.get("max_allocated"), joules=case.get("energy_joules_per_step"),
+        allocated=case.get("max_allocated"), joules=energy.of_a_step(case),
     )  # fmt: skip
 
 
