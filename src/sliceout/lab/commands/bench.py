@@ -54,7 +54,7 @@ def command(
         bool, typer.Option("--tune-first", help="Let cuDNN choose its algorithms in an eager pass, before compiling.")
     ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    seconds: Annotated[float, typer.Option(help="Seconds of timed steps in each case; reports believe energy from 2 on.")] = 1.2,
+    seconds: Annotated[float, typer.Option(help="Seconds of timed steps in each case; 2 and more for energy.")] = 1.2,
     prepare: Annotated[int, typer.Option(help="Workers that start up side by side; one at a time is timed.")] = 0,
     prefill: Annotated[int, typer.Option(help="First compile all cases, so many at a time, into the disk cache.")] = 0,
     limit: Annotated[float, typer.Option(help="Seconds after which nothing more is started.")] = 24 * 3600,
