@@ -106,6 +106,14 @@ class Sliced:
         plain = super().extra_repr()  # type: ignore[misc]
         return f"{plain}, {axes}" if plain else axes
 
+    def _found(self, name: str) -> Any:
+        """``getattr`` for a parameter or buffer, which a module finds slowly: last, and by Python."""
+        if not torch.compiler.is_compiling():
+            for held in (self._parameters, self._buffers):  # type: ignore[attr-defined]
+                if name in held:
+                    return held[name]
+        return getattr(self, name)
+
     # -- which slices are live in this call ----------------------------------------------------------------------------
 
     def _arrived(self, role: str, width: int) -> Axis | None:
@@ -170,7 +178,7 @@ def _check_last(module: Any, axis: Axis, shape: tuple[int, ...]) -> None:
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype autocast would cast the weight to: take writes it directly, so no full-precision copy is made."""
-    kind = x.device.type
+    kind = "cuda" if x.is_cuda else x.device.type
     if kind == "meta":  # a dry run
         return None
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

@@ -24,7 +24,7 @@ class _Mixing(Sliced):
 
     def _small(self, out: Axis | None, into: Axis | None, like: Tensor) -> tuple[Tensor, Tensor | None]:
         """The kept part of weight and bias, normalisation included, in the dtype the product will run in."""
-        full_weight, full_bias = self.weight, self.bias  # once: a module finds its parameters slowly
+        full_weight, full_bias = self._found("weight"), self._found("bias")
         dtype = None if full_weight.dtype == torch.float64 else _autocast_dtype(like)  # autocast leaves float64 alone
         rows, cols, scale_rows, scale_cols = self._taken(out, into)
         weight = take(

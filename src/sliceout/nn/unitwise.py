@@ -22,16 +22,13 @@ class _Unitwise(Sliced):
 
     def _small(self, name: str, axis: Axis) -> Any:
         """The kept entries of a parameter, if there is one."""
-        p = getattr(self, name)
+        p = self._found(name)
         return None if p is None else take(p, axis, stand_in=self._stand_ins.get(name))
 
     def _pair(self, axis: Axis) -> tuple[Tensor | None, Tensor | None]:
         """Those of weight and bias."""
-        both: Any = self
-        return take_pair(both.weight, both.bias, axis, (self._stand_ins.get("weight"), self._stand_ins.get("bias")))
-
-
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+        stand_ins = self._stand_ins.get("weight"), self._stand_ins.get("bias")
+        return take_pair(self._found("weight"), self._found("bias"), axis, stand_ins)
 
 
 class _BatchNorm(_Unitwise):
@@ -51,7 +48,8 @@ class _BatchNorm(_Unitwise):
         if axis is None:
             return super().forward(x)  # type: ignore[misc]
         self._check_input_dim(x)  # type: ignore[attr-defined]
-        mean, var, tracked = (self._buffers[name] for name in _STATISTICS)  # type: ignore[attr-defined]
+        mean, var = self._found("running_mean"), self._found("running_var")
+        tracked = self._found("num_batches_tracked")
         momentum = self.momentum
         if self.training and tracked is not None and momentum is None:
             raise ValueError(
