@@ -64,8 +64,18 @@ def test_few_rows_say_nothing_of_many() -> None:
     assert "140%" in payoff.cannot_pay("linear", 512, 256, "cuda", torch.bfloat16, rows=256)
 
 
-def test_the_nearest_rate_counts() -> None:
-    assert payoff.cannot_pay("conv3", 16, 14, "cuda", torch.bfloat16, rows=8192) is None
+@pytest.mark.parametrize(
+    ("rate", "told"),
+    [(0.05, "104%"), (0.1, "104%"), (0.15, None), (0.25, None), (0.3, None), (0.45, None), (0.5, "101%"), (0.6, "101%"),
+     (0.7, "102%"), (0.8, None)],
+)  # fmt: skip
+def test_between_two_rates_the_better_one_counts(monkeypatch, rate: float, told: str | None) -> None:
+    """At 0.2 a Wide ResNet pays on an H200, although at 0.1 it does not."""
+    pays = [["conv3", 320, 32768, r, ratio] for r, ratio in ((0.7, 1.02), (0.1, 1.04), (0.5, 1.01), (0.3, 0.8))]
+    entry = {"dtype": "bf16", "file": "f", "machine": "X", "align": 8, "pays": pays}
+    monkeypatch.setattr(payoff, "_table", lambda: {"cuda": [entry]})
+    found = payoff.cannot_pay("conv3", 400, round(400 * (1 - rate)), "cuda", torch.bfloat16)
+    assert (found is None) if told is None else (told in found)
 
 
 @pytest.mark.parametrize(

@@ -78,14 +78,23 @@ def cannot_pay(
 
 
 def _alike(measured: list[Any], kind: str, size: int, rate: float, rows: int | None) -> dict[int, float]:
-    """For each batch that was measured, the ratio at the nearest size and rate."""
-    near: dict[int, tuple[float, float]] = {}
+    """For each batch that was measured, the ratio at the nearest size and at this rate.
+
+    Between two rates that were measured the better one counts: the nearer may cut tiles in two. Above all of them
+    nothing is known, since more may be saved there.
+    """
+    found: dict[int, dict[int, list[tuple[float, float]]]] = {}
     for its_kind, its_size, its_rows, its_rate, ratio in measured:
-        alike = its_kind == kind and _near(its_size, size) and (rows is None or _near(its_rows, rows))
-        distance = abs(its_rate - rate) + abs(math.log(its_size / size))
-        if alike and distance < near.get(its_rows, (math.inf, 0.0))[0]:
-            near[its_rows] = distance, ratio
-    return {its_rows: ratio for its_rows, (_, ratio) in near.items()}
+        if its_kind == kind and _near(its_size, size) and (rows is None or _near(its_rows, rows)):
+            found.setdefault(its_rows, {}).setdefault(its_size, []).append((its_rate, ratio))
+    ratios = {}
+    for its_rows, sizes in found.items():
+        pairs = sorted(sizes[min(sizes, key=lambda s: abs(math.log(s / size)))])
+        above = next((i for i, (its_rate, _) in enumerate(pairs) if its_rate > rate - 1e-6), None)
+        if above is not None:
+            exact = above == 0 or pairs[above][0] < rate + 1e-6
+            ratios[its_rows] = min(ratio for _, ratio in pairs[above if exact else above - 1 : above + 1])
+    return ratios
 
 
 def _near(a: float, b: float) -> bool:
