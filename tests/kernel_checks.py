@@ -59,6 +59,27 @@ def test_kernels_agree_with_the_definition(case):
     compare(case)
 
 
+@pytest.mark.parametrize("offset", [0, 1, 4])
+@pytest.mark.parametrize("which", ["full", "small"])
+def test_entries_go_side_by_side_where_both_tensors_begin_at_16_bytes(which, offset, monkeypatch):
+    """What would happen elsewhere only a GPU can show, in the next test."""
+    axis = Slice(16, 0.5, align=8).axis()
+    Case((16, 8), axis, None).to(DEVICE)
+    sides, launch = [], kernels._copy
+
+    class Noting:
+        def __getitem__(self, grid):
+            return lambda *args: (sides.append(args[-2]), launch[grid](*args))
+
+    monkeypatch.setattr(kernels, "_copy", Noting())
+    moved = {"full": torch.randn(140, device=DEVICE), "small": torch.empty(140, device=DEVICE)}
+    moved[which] = moved[which][offset:]
+    full, small = moved["full"][:128].view(16, 8), moved["small"][:64].view(8, 8)
+    kernels._launch(full, small, (axis.slice.start, None), (axis.geometry, []), (None, None), "take")
+    assert sides == [1 if offset == 1 else kernels.SIDE]
+    assert torch.equal(small, full[axis.kept.to(DEVICE)])
+
+
 @pytest.mark.parametrize("which", ["full", "small"])
 def test_memory_that_begins_anywhere(which):
     """Entries are moved side by side only where both tensors begin at multiples of 16 bytes."""

@@ -481,6 +481,16 @@ def write(folder: Path, rows: list[dict[str, Any]], name: str = "x.json") -> Pat
     return path
 
 
+def test_a_target_is_about_its_own_rate_and_needs_something_to_compare() -> None:
+    ours = Case("wrn-28-10", 128, "sliceout", 0.5, "compiled")
+    standard = row(replace(ours, scheme="standard"), 10.0)
+    others = [row(replace(ours, scheme=scheme, rate=0.1), 9.0) for scheme in ("standard", "sliceout")]
+    (found,) = page.judged([standard, row(ours, 6.0), *others])
+    assert (found["rate"], found["measured"]["time"]) == (0.5, 0.6)
+    assert not page.judged(others)
+    assert not page.judged([row(ours, 6.0)])
+
+
 def test_the_page_says_what_the_allocator_was_told(tmp_path: Path) -> None:
     path = write(tmp_path, [row(BASE, 1.0)])
     assert ", 1 threads. Data:" in page.page(tmp_path)

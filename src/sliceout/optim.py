@@ -219,7 +219,7 @@ def _fused(optimizer: Optimizer, group: dict[str, Any], work: Work, names: list[
         and tables.possible(device)
     )
     if not fit:
-        if torch.cuda.is_current_stream_capturing():
+        if tables.capturing(device):
             raise RuntimeError(
                 "this optimizer step cannot be captured with compact gradients: its slices would be frozen. "
                 "Use sliceout.capture with 32 or 16 bit parameters, or grads='dense'"

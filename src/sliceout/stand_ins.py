@@ -62,14 +62,6 @@ def renew_all(model: nn.Module) -> None:
             renew(layer)
 
 
-def left_out(state: Any) -> dict[str, Any]:
-    """The state of a layer without what a copy makes for itself: stand-ins, and views of running statistics."""
-    return {key: value for key, value in state.items() if key not in OUR_OWN}
-
-
-OUR_OWN = ("_stand_ins", "_statistics")
-
-
 def _may_be_stood_for(p: Tensor) -> bool:
     plain = type(p) is nn.Parameter and p.is_floating_point() and not p.is_meta
     return plain and not _watched(p) and p not in _refused

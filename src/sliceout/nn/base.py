@@ -68,7 +68,7 @@ class Sliced:
         stand_ins.renew(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return stand_ins.left_out(super().__getstate__())
+        return _without_its_own(super().__getstate__())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         from .swap import _made, _rebuild
@@ -80,7 +80,7 @@ class Sliced:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo[id(self)] = type(self).__new__(type(self))  # as parametrized layers do it, which refuse to pickle
-        copied.__setstate__(copy.deepcopy(stand_ins.left_out(self.__dict__), memo))
+        copied.__setstate__(copy.deepcopy(_without_its_own(self.__dict__), memo))
         return copied
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -129,6 +129,14 @@ class Sliced:
         if not torch.compiler.is_compiling() and not axis.slice.family.drawn:
             draws.notice(axis.slice.family, self.weight)  # type: ignore[attr-defined]
         return axis
+
+
+ITS_OWN = ("_stand_ins", "_statistics")
+"""What a layer makes for itself, and a copy of it anew."""
+
+
+def _without_its_own(state: Any) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if key not in ITS_OWN}
 
 
 def adopt(module: nn.Module, made: type[nn.Module], axes: dict[str, Axis]) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from .. import draws, stand_ins
-from .base import Sliced, _argument, _axes, adopt, place_after_loading
+from .. import draws
+from .base import ITS_OWN, Sliced, _argument, _axes, adopt, place_after_loading
 from .mixing import Conv1D, Conv1d, Conv2d, Conv3d, Linear
 from .unitwise import (
     BatchNorm1d,
@@ -99,7 +99,7 @@ def plain_(module: nn.Module) -> nn.Module:
         raise TypeError(f"{type(module).__name__} was made sliced and has no plain form to return to")
     draws.unwatch(module)
     del module.axes
-    for made in stand_ins.OUR_OWN:
+    for made in ITS_OWN:
         vars(module).pop(made, None)
     hooks: Any = module._load_state_dict_post_hooks
     for key in [k for k, hook in hooks.items() if hook is place_after_loading]:

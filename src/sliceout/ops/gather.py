@@ -143,6 +143,10 @@ class Form:
                 return False
         return full.stride() == self.strides and full.dtype is self.full_dtype and full.shape == self.shape
 
+    def empty(self, device: torch.device) -> Tensor:
+        """Memory for the full tensor's gradient."""
+        return torch.empty_strided(self.shape, self.put_strides, dtype=self.full_dtype, device=device)
+
     def piece(self, full: Tensor, small: Tensor, layout: list[int] | None) -> Piece:
         return self.piece_of(
             full, small, self.rows, self.cols, self.gain, self.row_scale, self.col_scale, layout=layout
@@ -359,10 +363,7 @@ class Shapes:
         from . import many
 
         device = grads[0].device
-        fulls = [
-            torch.empty_strided(form.shape, form.put_strides, dtype=form.full_dtype, device=device)
-            for form in self.forms
-        ]
+        fulls = [form.empty(device) for form in self.forms]
         if self.puts is None:
             self.puts = many.Gradients(
                 [f.piece(full, g, None) for f, full, g in zip(self.forms, fulls, grads, strict=True)]
@@ -412,8 +413,7 @@ class Gather(views._Function):
             if whole or moved or form.compact:
                 apart.append((i, grad))
                 continue
-            shape, _, dtype = form.like
-            full = out[i] = torch.empty_strided(shape, form.put_strides, dtype=dtype, device=grad.device)
+            full = out[i] = form.empty(grad.device)
             piece = form.piece(full, grad, form.put_layout)
             if piece.layout is None:
                 piece.layout = form.put_layout = many.layout(piece, walk_full=True)

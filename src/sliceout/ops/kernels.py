@@ -45,18 +45,24 @@ def _target(i, start, size, width):
 
 
 @triton.jit
-def _table_source(i, units, size, width, inner, inside):
-    """:func:`_source` for a subset: the table says which units are kept, in order."""
-    at = tl.load(units + i % width // inner, mask=inside, other=0).to(i.dtype) * inner + i % inner
-    return i // width * size + at, at
+def _any_source(i, units, start, size, width, inner, inside, TABLE: tl.constexpr):
+    """:func:`_source`, or what it is for a subset, whose table says which units are kept, in order."""
+    if TABLE:
+        at = tl.load(units + i % width // inner, mask=inside, other=0).to(i.dtype) * inner + i % inner
+        return i // width * size + at, at
+    else:
+        return _source(i, start, size, width)
 
 
 @triton.jit
-def _table_target(i, units, size, width, inner, inside):
-    """:func:`_target` for a subset: behind the units, the table says where each of them is in that order."""
-    at = i % size
-    offset = tl.load(units + (size + at) // inner, mask=inside, other=0).to(i.dtype) * inner + i % inner
-    return i // size * width + offset, offset < width, at
+def _any_target(i, units, start, size, width, inner, inside, TABLE: tl.constexpr):
+    """:func:`_target`, or what it is for a subset: behind the units, its table says where each is in that order."""
+    if TABLE:
+        at = i % size
+        offset = tl.load(units + (size + at) // inner, mask=inside, other=0).to(i.dtype) * inner + i % inner
+        return i // size * width + offset, offset < width, at
+    else:
+        return _target(i, start, size, width)
 
 
 @triton.jit
@@ -112,27 +118,19 @@ def _copy_tile(
     kept = inside
     rr = r
     row_place = r
-    if ROWS:
-        if MODE == "put":
-            if ROW_TABLE:
-                rr, there, row_place = _table_target(r, row_start, row_size, row_width, row_inner, inside)
-            else:
-                rr, there, row_place = _target(r, row_at, row_size, row_width)
-            kept = kept & there
-        elif ROW_TABLE:
-            rr, row_place = _table_source(r, row_start, row_size, row_width, row_inner, inside)
-        else:
-            rr, row_place = _source(r, row_at, row_size, row_width)
+    col_at = col_at // SIDE
+    size = col_size // SIDE
+    width = col_width // SIDE
     if MODE == "put":
-        if COL_TABLE:
-            cc, there, col_place = _table_target(c, col_start, col_size, col_width, col_inner, inside)
-        else:
-            cc, there, col_place = _target(c, col_at // SIDE, col_size // SIDE, col_width // SIDE)
+        if ROWS:
+            rr, there, row_place = _any_target(r, row_start, row_at, row_size, row_width, row_inner, inside, ROW_TABLE)
+            kept = kept & there
+        cc, there, col_place = _any_target(c, col_start, col_at, size, width, col_inner, inside, COL_TABLE)
         kept = kept & there
-    elif COL_TABLE:
-        cc, col_place = _table_source(c, col_start, col_size, col_width, col_inner, inside)
     else:
-        cc, col_place = _source(c, col_at // SIDE, col_size // SIDE, col_width // SIDE)
+        if ROWS:
+            rr, row_place = _any_source(r, row_start, row_at, row_size, row_width, row_inner, inside, ROW_TABLE)
+        cc, col_place = _any_source(c, col_start, col_at, size, width, col_inner, inside, COL_TABLE)
     side = tl.arange(0, SIDE)[None, :]
     walked = i.to(tl.int64)[:, None] * SIDE + side
     mapped = (rr.to(tl.int64) * (mapped_cols // SIDE) + cc)[:, None] * SIDE + side
@@ -169,16 +167,10 @@ def _copy_pair(
     """Two vectors along one slice, each in its own dtype; the results are walked in order."""
     i, inside, start = _entries(starts, n, inner, TABLE, BLOCK)
     if PUT:
-        if TABLE:
-            at, kept, _place = _table_target(i, starts, size, width, inner, inside)
-        else:
-            at, kept, _place = _target(i, start, size, width)
+        at, kept, _place = _any_target(i, starts, start, size, width, inner, inside, TABLE)
         kept = kept & inside
     else:
-        if TABLE:
-            at, _place = _table_source(i, starts, size, width, inner, inside)
-        else:
-            at, _place = _source(i, start, size, width)
+        at, _place = _any_source(i, starts, start, size, width, inner, inside, TABLE)
         kept = inside
     tl.store(first_out + i, tl.load(first + at, mask=kept, other=0), mask=inside)
     tl.store(second_out + i, tl.load(second + at, mask=kept, other=0), mask=inside)
@@ -192,10 +184,7 @@ def _update_statistics(
 ):  # fmt: skip
     """The kept entries become ``OLD`` times what they were plus ``NEW`` times those of the batch."""
     i, inside, start = _entries(starts, n, inner, TABLE, BLOCK)
-    if TABLE:
-        at, _place = _table_source(i, starts, size, width, inner, inside)
-    else:
-        at, _place = _source(i, start, size, width)
+    at, _place = _any_source(i, starts, start, size, width, inner, inside, TABLE)
     kind = tl.float64 if WIDE else tl.float32
     old = tl.full((), OLD, kind)  # an argument would arrive in float32
     new = tl.full((), NEW, kind)

@@ -320,25 +320,7 @@ def _take_kernel(
     table, owner, FULL: tl.constexpr, SMALL: tl.constexpr, WIDE: tl.constexpr,
     FIELDS: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    d, first, together = _tile(table, owner, FIELDS, SIDE, BLOCK)
-    if together:
-        _take_tile(d, first, FULL, SMALL, WIDE, SIDE, BLOCK)
-    else:
-        _take_tile(d, first, FULL, SMALL, WIDE, 1, BLOCK)
-
-
-@triton.jit
-def _take_tile(
-    d, first, FULL: tl.constexpr, SMALL: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr
-):
-    i, r, c, inside = _walk(d, first, SIDE, BLOCK)
-    rr, row_place = _source(r, *_run(d + 10, 1))
-    cc, col_place = _source(c, *_run(d + 14, SIDE))
-    full = _pointer(tl.load(d), FULL, SIDE)
-    small = _pointer(tl.load(d + 1), SMALL, SIDE)
-    value = tl.load(full + _mapped(d, rr, cc, SIDE), mask=inside[:, None], other=0)
-    value = _scaled(value.to(tl.float64 if WIDE else tl.float32), d, row_place, col_place, inside, SIDE)
-    tl.store(small + _at(i, SIDE), value.to(SMALL), mask=inside[:, None])
+    _copy(table, owner, False, FULL, SMALL, WIDE, FIELDS, SIDE, BLOCK)
 
 
 @triton.jit
@@ -346,25 +328,43 @@ def _put_kernel(
     table, owner, FULL: tl.constexpr, SMALL: tl.constexpr, WIDE: tl.constexpr,
     FIELDS: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    d, first, together = _tile(table, owner, FIELDS, SIDE, BLOCK)
-    if together:
-        _put_tile(d, first, FULL, SMALL, WIDE, SIDE, BLOCK)
-    else:
-        _put_tile(d, first, FULL, SMALL, WIDE, 1, BLOCK)
+    _copy(table, owner, True, FULL, SMALL, WIDE, FIELDS, SIDE, BLOCK)
 
 
 @triton.jit
-def _put_tile(
-    d, first, FULL: tl.constexpr, SMALL: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr
-):
+def _copy(
+    table, owner, PUT: tl.constexpr, FULL: tl.constexpr, SMALL: tl.constexpr, WIDE: tl.constexpr,
+    FIELDS: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """take or put: two kernels, so that a profile tells them apart."""
+    d, first, together = _tile(table, owner, FIELDS, SIDE, BLOCK)
+    if together:
+        _copy_tile(d, first, PUT, FULL, SMALL, WIDE, SIDE, BLOCK)
+    else:
+        _copy_tile(d, first, PUT, FULL, SMALL, WIDE, 1, BLOCK)
+
+
+@triton.jit
+def _copy_tile(
+    d, first, PUT: tl.constexpr, FULL: tl.constexpr, SMALL: tl.constexpr, WIDE: tl.constexpr,
+    SIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     i, r, c, inside = _walk(d, first, SIDE, BLOCK)
-    rr, row_kept, row_place = _target(r, *_run(d + 10, 1))
-    cc, col_kept, col_place = _target(c, *_run(d + 14, SIDE))
     full = _pointer(tl.load(d), FULL, SIDE)
     small = _pointer(tl.load(d + 1), SMALL, SIDE)
-    value = tl.load(small + _mapped(d, rr, cc, SIDE), mask=(inside & row_kept & col_kept)[:, None], other=0)
+    if PUT:
+        rr, row_kept, row_place = _target(r, *_run(d + 10, 1))
+        cc, col_kept, col_place = _target(c, *_run(d + 14, SIDE))
+        value = tl.load(small + _mapped(d, rr, cc, SIDE), mask=(inside & row_kept & col_kept)[:, None], other=0)
+    else:
+        rr, row_place = _source(r, *_run(d + 10, 1))
+        cc, col_place = _source(c, *_run(d + 14, SIDE))
+        value = tl.load(full + _mapped(d, rr, cc, SIDE), mask=inside[:, None], other=0)
     value = _scaled(value.to(tl.float64 if WIDE else tl.float32), d, row_place, col_place, inside, SIDE)
-    tl.store(full + _at(i, SIDE), value.to(FULL), mask=inside[:, None])
+    if PUT:
+        tl.store(full + _at(i, SIDE), value.to(FULL), mask=inside[:, None])
+    else:
+        tl.store(small + _at(i, SIDE), value.to(SMALL), mask=inside[:, None])
 
 
 def take(pieces: list[Piece] | Settled) -> None:

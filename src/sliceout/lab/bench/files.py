@@ -101,6 +101,11 @@ def as_csv(rows: list[dict[str, Any]]) -> str:
     return text.getvalue()
 
 
+def held(row: dict[str, Any]) -> int | None:
+    """Bytes: what the caching allocator reserved on a GPU, the live tensors' peak elsewhere."""
+    return row["max_reserved"] or row["max_allocated"]
+
+
 # -- comparing ---------------------------------------------------------------------------------------------------------
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from .cases import Case, case_of
+from .files import held
 from .run import CASE_SECONDS, Say, run_cases
-from .worker import held
 
 SEARCH_SECONDS = 5 * CASE_SECONDS
 """A search makes about ten steps of other shapes, and each may be compiled."""

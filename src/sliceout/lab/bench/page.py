@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...payoff import MANY
 from .. import LabError
 from . import profile_page, show
 from .cases import SUITES, case_of
-from .files import compared, read
-from .worker import held
+from .files import compared, held, read
 
 TEXT = """\
 # Performance: when SliceOut pays, and when it does not
@@ -223,7 +223,8 @@ def _payoff(folder: Path) -> list[str]:
         "the floor is the same pair at the sliced width. Above 100 % the slice costs more than it saves.\n"
         "`python benchmarks/payoff.py` measures, `--write-table` hands it to the library (`sliceout.payoff`):\n"
         "`convert_` then leaves groups alone whose slices were slower at every batch tried on the GPU that the model\n"
-        "is on, says so in its report, and takes the alignment that was fastest there; `payoff=False` slices all.\n"
+        f"is on, one of {MANY:,} rows or more among them, says so in its report, and takes the alignment that was\n"
+        "fastest there; `payoff=False` slices all.\n"
     ]
     for path in sorted((folder / "results" / "payoff").glob("*.json")):
         data = json.loads(path.read_text())

@@ -107,11 +107,15 @@ def _live(rows: list[dict[str, Any]]) -> list[str]:
     with_graphs = [r for r in rows if r["mode"] == "compiled" and "pools" in r["memory"]]
     for setting in dict.fromkeys(case_of(r).setting for r in with_graphs):
         alike = [r for r in with_graphs if case_of(r).setting == setting]
-        found = {case_of(r).label: (_outside(r), _recorded(r)) for r in alike}
-        standard, floor = (next((v for k, v in found.items() if k.startswith(s)), None) for s in ("standard", "floor"))
+        found = [(_outside(r), _recorded(r)) for r in alike]
+        by_scheme = {r["scheme"]: both for r, both in zip(alike, found, strict=True)}
+        standard, floor = by_scheme.get("standard"), by_scheme.get("floor")
         if standard is None:
             continue
-        shares = [f"{name} {_mib(sum(v))} MiB ({sum(v) / sum(standard):.1%})" for name, v in found.items()]
+        shares = [
+            f"{case_of(r).label} {_mib(sum(both))} MiB ({sum(both) / sum(standard):.1%})"
+            for r, both in zip(alike, found, strict=True)
+        ]
         text = (
             f"{alike[0]['model']} b{alike[0]['batch']} compiled: parameters, buffers, state and batch, with the most "
             f"that lived in the graphs' pools while they were recorded: {', '.join(shares)}. What is held beyond that "

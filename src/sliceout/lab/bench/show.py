@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from .cases import Case, case_of
-from .files import compared
+from .files import compared, held
 
 HEADINGS = (
     "model", "mode", "scheme", "ms", "p10 to p90", "% of standard", "% of floor", "paper", "reserved", "% of standard",
@@ -56,7 +56,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     if row["error"]:
         return where
     star = "*" if row["reference"] == "none" and case.scheme != "none" else ""
-    memory = row["max_reserved"] or row["max_allocated"]
+    memory = held(row)
     return [
         *where,
         _milliseconds(row["ms"]),
@@ -110,7 +110,7 @@ def match_cells(entry: dict[str, Any]) -> list[str]:
 
 def _held(side: dict[str, Any]) -> str:
     """On a CPU nothing is reserved: the peak of live tensors."""
-    memory = side["max_reserved"] or side["max_allocated"]
+    memory = held(side) or 0
     digits = 0 if memory >= 100 * 2**20 else 1
     return f"{memory / 2**20:,.{digits}f} MiB"
 
@@ -188,8 +188,8 @@ def scaling_notes(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _value(row: dict[str, Any], key: str) -> float:
-    """Milliseconds, or bytes: reserved on a GPU, the peak of live tensors elsewhere."""
-    return row["ms"] if key == "ms" else row["max_reserved"] or row["max_allocated"]
+    """Milliseconds, or bytes."""
+    return row["ms"] if key == "ms" else held(row) or 0
 
 
 def _point(point: tuple[float, dict[str, Any]], key: str) -> str:

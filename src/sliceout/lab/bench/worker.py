@@ -23,6 +23,7 @@ from .. import energy
 from ..memory import peak_of_step, steady_peaks
 from . import profile
 from .cases import case_of
+from .files import held
 from .work import WARMUP, Work, build, set_precision, step_of, tune
 
 STEADY = 3
@@ -205,11 +206,6 @@ def _memory_at(work: Work, batch: int) -> int | None:
         if not ran_out(error):
             raise
         return None
-
-
-def held(row: dict[str, Any]) -> int | None:
-    """Bytes: what the caching allocator reserved on a GPU, the live tensors' peak elsewhere."""
-    return row["max_reserved"] or row["max_allocated"]
 
 
 def ran_out(error: BaseException | None) -> bool:
