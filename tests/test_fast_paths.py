@@ -354,7 +354,8 @@ def test_the_caches_may_overflow() -> None:
 @needs_cuda
 @pytest.mark.parametrize("name", ["nesterov", "amsgrad", "adamw", "adamw fused"])
 @pytest.mark.parametrize("network", ["wrn", "mlp", "lm"])
-def test_captured_compact_steps_equal_eager_ones(network: str, name: str) -> None:
+def test_captured_compact_steps_equal_eager_ones(network: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)  # Adam makes much of little: lr / sqrt(v)
     model, x, y = made(network, "compact")
     twin = copy.deepcopy(model)
     ours, theirs = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](twin.parameters())
@@ -374,6 +375,17 @@ def test_captured_compact_steps_equal_eager_ones(network: str, name: str) -> Non
         (expected,) = train(twin, x, y, theirs, 1)
         torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-4, msg=lambda m, i=i: f"step {i}: {m}")
     assert_alike(model, twin, rtol=2e-3, atol=2e-4)
+
+
+@needs_cuda
+@pytest.mark.parametrize("grads", ["dense", "compact"])
+def test_a_captured_step_keeps_no_slices(grads: str) -> None:
+    model, x, y = made("mlp", grads)
+    step = sliceout.capture(model, loss_of, torch.optim.SGD(model.parameters(), 2**-5), (x, y))
+    plan = sliceout.slices(model).fetched
+    assert plan.notes, "they were fetched together"
+    assert not plan.held()
+    step(x, y)
 
 
 @needs_cuda

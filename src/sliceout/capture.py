@@ -71,6 +71,7 @@ class CapturedStep:
             with torch.autocast("cuda", autocast or torch.bfloat16, enabled=autocast is not None, cache_enabled=False):
                 loss = loss_fn(model(*self.batch[:-1]), self.batch[-1])
             free_workspaces()  # each thread has its own: the backward's may take the memory of the forward's
+            _release_slices(optimizer)  # the backward holds those that it needs, and gradients may take their place
             loss.backward()
             optimizer.step()
             return loss.detach()
@@ -85,9 +86,7 @@ class CapturedStep:
         torch.cuda.current_stream().wait_stream(side)
         del kept  # the graph is to take its place, and that of the warm-up's gradients and slices
         optimizer.zero_grad(set_to_none=True)
-        for family in draws.families_in(optimizer):
-            if family.fetched is not None:
-                family.fetched.release()
+        _release_slices(optimizer)
         free_workspaces()
         self.graph = torch.cuda.CUDAGraph()  # entering it gives back what is free now
         with (
@@ -136,6 +135,13 @@ def _check(model: nn.Module, optimizer: Optimizer, batch: tuple[Tensor, ...]) ->
         raise ValueError("LBFGS asks for the loss several times a step, which a graph cannot")
     if hasattr(model, "reducer"):
         raise ValueError("a DistributedDataParallel step cannot be captured here: its hooks run on the host")
+
+
+def _release_slices(optimizer: Optimizer) -> None:
+    """Let go of the slices that wait for somebody to take them once more."""
+    for family in draws.families_in(optimizer):
+        if family.fetched is not None:
+            family.fetched.release()
 
 
 def free_workspaces() -> bool:

@@ -141,11 +141,11 @@ def _copy_tile(
         if ROW_SCALE or COL_SCALE:
             value = value.to(tl.float64 if WIDE else tl.float32)
         if ROW_SCALE:
-            scale = tl.load(row_scale + row_place // row_inner, mask=inside, other=0).to(value.dtype)
+            scale = tl.load(row_scale + row_place // row_inner, mask=kept, other=0).to(value.dtype)
             value = value * scale[:, None]
         if COL_SCALE:
             unit = (col_place[:, None] * SIDE + side) // col_inner
-            value = value * tl.load(col_scale + unit, mask=inside[:, None], other=0).to(value.dtype)
+            value = value * tl.load(col_scale + unit, mask=kept[:, None], other=0).to(value.dtype)
         tl.store(dst + walked, value, mask=inside[:, None])
 
 

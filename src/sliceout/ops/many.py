@@ -80,11 +80,12 @@ def _layout(piece: Piece, walk_full: bool) -> list[int]:
     sides, scales = (piece.rows, piece.cols), (piece.row_scale, piece.col_scale)
     if shape.turned:
         sides, scales = sides[::-1], scales[::-1]
+    in_groups = shape.in_groups and all(s is None or s.data_ptr() % 16 == 0 for s in scales)
     zero = _zero(piece.full.device)
     rows, cols = ((zero if side is None else side[0]).data_ptr() for side in sides)
     row_run = (shape.n_rows, shape.n_rows, 1) if sides[0] is None else shape.rows
     return [
-        shape.n_rows, shape.n_cols, shape.mapped_cols, int(shape.in_groups), rows, *row_run, cols, *shape.cols,
+        shape.n_rows, shape.n_cols, shape.mapped_cols, int(in_groups), rows, *row_run, cols, *shape.cols,
         *(0 if s is None else s.data_ptr() for s in scales), struct.unpack("q", struct.pack("d", piece.gain))[0],
         int(is_channels_last(piece.full)), triton.cdiv(shape.n_rows * shape.n_cols, BLOCK),
     ]  # fmt: skip
@@ -296,19 +297,23 @@ def _pointer(address, DTYPE: tl.constexpr, SIDE: tl.constexpr):
 
 
 @triton.jit
-def _scaled(value, d, row_place, col_place, inside, SIDE: tl.constexpr):
-    """Times what the slices are normalised with."""
+def _scaled(value, d, row_place, col_place, kept, SIDE: tl.constexpr):
+    """Times what the slices are normalised with, where it is kept."""
     value = value * tl.load(d + 20).to(tl.float64, bitcast=True).to(value.dtype)
     at = tl.load(d + 18)
     if at != 0:
         unit = row_place // tl.load(d + 13).to(tl.int32)
-        scale = tl.load(at.to(tl.pointer_type(tl.float64)) + unit, mask=inside, other=0)
+        scale = tl.load(at.to(tl.pointer_type(tl.float64)) + unit, mask=kept, other=0)
         value = value * scale.to(value.dtype)[:, None]
     at = tl.load(d + 19)
     if at != 0:
-        unit = (col_place[:, None] * SIDE + tl.arange(0, SIDE)[None, :]) // tl.load(d + 17).to(tl.int32)
-        scale = tl.load(at.to(tl.pointer_type(tl.float64)) + unit, mask=inside[:, None], other=0)
-        value = value * scale.to(value.dtype)
+        scales = _pointer(at, tl.float64, SIDE)
+        unit = col_place[:, None] * SIDE + tl.arange(0, SIDE)[None, :]
+        inner = tl.load(d + 17).to(tl.int32)
+        if inner == 1:  # side by side, as they are
+            value = value * tl.load(scales + unit, mask=kept[:, None], other=0).to(value.dtype)
+        else:
+            value = value * tl.load(scales + unit // inner, mask=kept[:, None], other=0).to(value.dtype)
     return value
 
 
@@ -355,12 +360,14 @@ def _copy_tile(
     if PUT:
         rr, row_kept, row_place = _target(r, *_run(d + 10, 1))
         cc, col_kept, col_place = _target(c, *_run(d + 14, SIDE))
-        value = tl.load(small + _mapped(d, rr, cc, SIDE), mask=(inside & row_kept & col_kept)[:, None], other=0)
+        kept = inside & row_kept & col_kept
+        value = tl.load(small + _mapped(d, rr, cc, SIDE), mask=kept[:, None], other=0)
     else:
         rr, row_place = _source(r, *_run(d + 10, 1))
         cc, col_place = _source(c, *_run(d + 14, SIDE))
-        value = tl.load(full + _mapped(d, rr, cc, SIDE), mask=inside[:, None], other=0)
-    value = _scaled(value.to(tl.float64 if WIDE else tl.float32), d, row_place, col_place, inside, SIDE)
+        kept = inside
+        value = tl.load(full + _mapped(d, rr, cc, SIDE), mask=kept[:, None], other=0)
+    value = _scaled(value.to(tl.float64 if WIDE else tl.float32), d, row_place, col_place, kept, SIDE)
     if PUT:
         tl.store(full + _at(i, SIDE), value.to(FULL), mask=inside[:, None])
     else:
