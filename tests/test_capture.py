@@ -9,13 +9,22 @@ import torch
 from torch import Tensor, nn
 
 import sliceout
-from sliceout.capture import _State, free_workspaces
+from sliceout.capture import _Snapshot, _State, free_workspaces
 
 needs_cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 OPTIMIZERS = {  # rates that float32 holds exactly: kernels read them in that precision
     "sgd": lambda p: torch.optim.SGD(p, 2**-4, momentum=0.9, weight_decay=1e-3, nesterov=True),
     "adam": lambda p: torch.optim.Adam(p, 2**-7),
     "adamw fused": lambda p: torch.optim.AdamW(p, 2**-7, fused=True),
+    "nadam": lambda p: torch.optim.NAdam(p, 2**-7),  # begins with a product of 1
+}
+BEGINNINGS = OPTIMIZERS | {
+    "amsgrad": lambda p: torch.optim.Adam(p, 2**-7, amsgrad=True),
+    "rprop": lambda p: torch.optim.Rprop(p, 2**-7),
+    "asgd": lambda p: torch.optim.ASGD(p, 2**-7),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 2**-7, centered=True, momentum=0.9),
+    "adadelta": lambda p: torch.optim.Adadelta(p, 2**-3),
+    "plain": lambda p: torch.optim.SGD(p, 2**-7),
 }
 
 
@@ -98,6 +107,34 @@ def test_a_loaded_checkpoint_takes_effect_and_a_changed_rate_is_told() -> None:
     sliceout.slices(model).members[0].rerate_(0.25)
     with pytest.raises(RuntimeError, match="capture it again"):
         step(x, y)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("name", BEGINNINGS)
+def test_what_the_warm_up_did_to_an_optimizer_is_undone(name: str, begun: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    twin = copy.deepcopy(model)
+    ours, theirs = BEGINNINGS[name](model.parameters()), BEGINNINGS[name](twin.parameters())
+    data = torch.randn(6, 8, 4)
+
+    def train(net: nn.Module, optimizer: torch.optim.Optimizer, xs: Tensor) -> None:
+        for x in xs:
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            optimizer.step()
+
+    if begun:
+        train(model, ours, data[:2])
+        train(twin, theirs, data[:2])
+    before = _Snapshot(model, ours)
+    train(model, ours, data[2:4])
+    before.restore()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    train(model, ours, data[4:])
+    train(twin, theirs, data[4:])
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 def test_a_loaded_state_is_copied_to_where_the_graph_updates_it() -> None:

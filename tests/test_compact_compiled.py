@@ -323,19 +323,24 @@ def test_parametrized_layers_may_be_refused(float64):
     }  # fmt: skip
 
 
-def test_stand_ins_made_in_inference_mode_can_be_trained(monkeypatch, float64):
-    monkeypatch.setattr(stand_ins, "_grounds", {})
+def test_stand_ins_made_in_inference_mode_can_be_trained(float64):
     model, eager = pair()
     for layer in model:
         vars(layer).pop("_stand_ins", None)
     with torch.inference_mode():
-        stand_ins._grounds.clear()
         stand_ins.renew_all(model)
     for call in (compiled(model), eager):
         loss_of(call, data("mlp")).backward()
     assert kinds(model) == kinds(eager)
     same_gradients(model, eager)
-    build("mlp", grads="compact")  # which shares their memory
+
+
+def test_stand_ins_take_no_memory():
+    leaves = [
+        leaf for m in build("convnet", grads="compact").modules() for _, leaf in getattr(m, "_stand_ins", {}).values()
+    ]
+    assert len(leaves) > 4
+    assert all(leaf.numel() and not leaf.untyped_storage().nbytes() for leaf in leaves)
 
 
 def test_dense_slices_have_none():

@@ -8,6 +8,7 @@ and all other settings are part of the graph: after a change of rate, capture ag
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -82,8 +83,8 @@ class CapturedStep:
         with draws.paused(), without_views(), torch.cuda.stream(side):  # the kernels that the graph will hold
             for _ in range(max(warmup, 1)):
                 step()
-            kept.restore()
         torch.cuda.current_stream().wait_stream(side)
+        kept.restore()
         del kept  # the graph is to take its place, and that of the warm-up's gradients and slices
         optimizer.zero_grad(set_to_none=True)
         _release_slices(optimizer)
@@ -198,11 +199,37 @@ class _Snapshot:
     def restore(self) -> None:
         for t, value in zip(self.tensors, self.values, strict=True):
             t.copy_(value)
-        for p, s in self.optimizer.state.items():
-            for key, value in s.items():
+        for p, before in self.state.items():
+            for key, value in self.optimizer.state[p].items():
                 if isinstance(value, Tensor):
-                    before = self.state.get(p, {}).get(key)
-                    value.zero_() if before is None else value.copy_(before)
+                    value.zero_() if key not in before else value.copy_(before[key])
+        new = [p for p in self.optimizer.state if p not in self.state]
+        self.tensors, self.values, self.state = [], [], {}  # make room
+        self._begin_again(new)
+
+    def _begin_again(self, params: list[Tensor]) -> None:
+        """Give these the state that the optimizer begins with, in memory that nothing of the warm-up shares."""
+        state = self.optimizer.state
+        forms = [
+            (p, key, torch.empty_like(value, device="meta"), value.device)
+            for p in params
+            for key, value in state.pop(p).items()
+            if isinstance(value, Tensor)
+        ]
+        torch.cuda.empty_cache()
+        _initialise(self.optimizer)
+        for p, key, form, device in forms:  # momentum that is a gradient at first: zeros are as good as none
+            if key not in state[p]:
+                state[p][key] = torch.zeros_like(form, device=device)
+
+
+def _initialise(optimizer: Optimizer) -> None:
+    """Let an optimizer of torch make the state of parameters that have a gradient and no state yet."""
+    init = getattr(optimizer, "_init_group", None)
+    if init is not None:
+        lists = len(inspect.signature(init).parameters) - 1
+        for group in optimizer.param_groups:
+            init(group, *([] for _ in range(lists)))
 
 
 class _State:
@@ -219,6 +246,7 @@ class _State:
         if optimizer.state is self.seen:
             return
         self.seen = optimizer.state
+        _initialise(optimizer)  # where a run was loaded that had not begun
         for p, kept in self.tensors.items():
             now = optimizer.state[p]
             for name, tensor in kept.items():

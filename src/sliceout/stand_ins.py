@@ -1,9 +1,9 @@
 """Compact gradients out of compiled graphs.
 
 A compiled graph returns a gradient of the shape of each input: a dense one for a parameter. So it is given one more
-input for every sliced parameter: a *stand-in* of the size of the slice. Nothing is ever read from it, and all of them
-share one piece of memory; it is there to be differentiated for. What arrives at it is handed on to the parameter as a
-:class:`~sliceout.grads.SlicedGrad`, as if it had come through eager code: hooks run, and gradients add up.
+input for every sliced parameter: a *stand-in* of the shape of the slice, but without memory: it is there to be
+differentiated for. What arrives at it is handed on to the parameter as a :class:`~sliceout.grads.SlicedGrad`, as if it
+had come through eager code: hooks run, and gradients add up.
 
 The parameter itself remains an input of the graph, one without a gradient; autograd tells its hooks so, with a ``None``
 that few expect. A parameter that has hooks of its own is therefore not stood for: its gradient is dense.
@@ -103,22 +103,13 @@ def _fits(leaf: Tensor, p: Tensor, taken: Taken) -> bool:
 @torch.inference_mode(False)  # ``model.train()`` may be called in there, and what is made in there is never trained
 def _make(layer: Any, name: str, p: Tensor, taken: Taken) -> Tensor:
     shape, strides = _form(p, taken)
-    leaf = _ground(p, torch.Size(shape).numel()).as_strided(shape, strides).requires_grad_()
+    leaf = torch.empty_strided(shape, strides, dtype=p.dtype, device=p.device)
+    leaf.untyped_storage().resize_(0)  # nobody reads or writes it
+    leaf.requires_grad_()
     leaf.register_post_accumulate_grad_hook(functools.partial(_arrive, weakref.ref(layer), name))
     if leaf.is_cuda:
         torch._dynamo.mark_static_address(leaf, guard=False)  # CUDA graphs need not copy it in
     return leaf
-
-
-_grounds: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-
-
-def _ground(p: Tensor, entries: int) -> Tensor:
-    """Memory for a stand-in to lie on: the same for all, since nobody reads or writes it."""
-    key = p.device, p.dtype
-    if key not in _grounds or len(_grounds[key]) < entries:
-        _grounds[key] = torch.empty(entries, dtype=p.dtype, device=p.device)
-    return _grounds[key]
 
 
 def _arrive(layer: weakref.ref[Any], name: str, leaf: Tensor) -> None:
