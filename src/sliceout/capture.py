@@ -18,6 +18,7 @@ from torch.optim import LBFGS, Optimizer
 
 from . import draws
 from .ops import tables, without_views
+from .slices import Slices
 
 
 def capture(
@@ -66,13 +67,14 @@ class CapturedStep:
         self.batch = tuple(t.detach().clone() for t in batch)
         self.model, self.optimizer = model, optimizer  # the graph uses their memory
         self.rates = [_to_device(group, self.batch[0].device) for group in optimizer.param_groups]
+        families = draws.families_in(optimizer)  # loose slices are joined here, and not when a backward needs them
 
         def step() -> Tensor:
             optimizer.zero_grad(set_to_none=True)
             with torch.autocast("cuda", autocast or torch.bfloat16, enabled=autocast is not None, cache_enabled=False):
                 loss = loss_fn(model(*self.batch[:-1]), self.batch[-1])
             free_workspaces()  # each thread has its own: the backward's may take the memory of the forward's
-            _release_slices(optimizer)  # the backward holds those that it needs, and gradients may take their place
+            _release_slices(families)  # the backward holds those that it needs, and gradients may take their place
             loss.backward()
             optimizer.step()
             return loss.detach()
@@ -87,7 +89,7 @@ class CapturedStep:
         kept.restore()
         del kept  # the graph is to take its place, and that of the warm-up's gradients and slices
         optimizer.zero_grad(set_to_none=True)
-        _release_slices(optimizer)
+        _release_slices(families)
         free_workspaces()
         self.graph = torch.cuda.CUDAGraph()  # entering it gives back what is free now
         with (
@@ -138,9 +140,9 @@ def _check(model: nn.Module, optimizer: Optimizer, batch: tuple[Tensor, ...]) ->
         raise ValueError("a DistributedDataParallel step cannot be captured here: its hooks run on the host")
 
 
-def _release_slices(optimizer: Optimizer) -> None:
+def _release_slices(families: list[Slices]) -> None:
     """Let go of the slices that wait for somebody to take them once more."""
-    for family in draws.families_in(optimizer):
+    for family in families:
         if family.fetched is not None:
             family.fetched.release()
 
