@@ -68,9 +68,8 @@ def test_commands_are_found() -> None:
 
 
 def test_the_summary_in_the_readme_is_that_of_the_results() -> None:
-    """It is written by hand: shorter steps by less than the rate, and no gain in accuracy over standard dropout."""
+    """It is written by hand: how long steps take, and no gain in accuracy over standard dropout."""
     told = " ".join((ROOT / "README.md").read_text().split())
-    assert "on the H200 steps become shorter, by less than the share of dropped units" in told
     assert "accuracy is at best level with dropout" in told
     measured = docs.load_committed(ROOT)
     found = groups.group(measured.runs)
@@ -85,6 +84,21 @@ def test_the_summary_in_the_readme_is_that_of_the_results() -> None:
         got = difference(g.score("best"), base.score("best"))
         assert not (got.clear and got.value > 0), (g.config, got)
     speeds = speedups(timing.steps(measured, found))[1]
-    pairs = [(pair, pair.step.rate) for _, pair, _, _ in speeds if pair and "H200" in pair.step.device]
-    assert pairs
-    assert all(100 * (1 - rate) < pair.time < 100 for pair, rate in pairs)
+    shares = [pair.time for _, pair, _, _ in speeds if pair and "H200" in pair.step.device]
+    assert (
+        f"on the H200 a step takes {min(shares):.0f} to {max(shares):.0f} % of the time, except in eager code" in told
+    )
+    steps = timing.steps(measured, found)
+    slower = [p.step for p in _all_pairs(steps) if "H200" in p.step.device and p.time > 100]
+    assert {s.mode for s in slower} <= {"eager"}, "the exception that the readme makes"
+
+
+def _all_pairs(steps: list[timing.Step]) -> list[timing.Pair]:
+    """Every benchmarked SliceOut step beside standard dropout of the same setting, network and rate."""
+    return [
+        timing.Pair(a, b)
+        for a in steps
+        for b in steps
+        if (a.scheme, b.scheme) == ("sliceout", "standard")
+        and (a.setting, a.model, a.rate) == (b.setting, b.model, b.rate)
+    ]

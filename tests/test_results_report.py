@@ -173,6 +173,23 @@ def test_a_step_is_compared_in_the_mode_where_its_baseline_is_fastest() -> None:
     assert slow.step.mode == "compiled"
 
 
+def test_the_fastest_baseline_is_the_one_of_the_most_samples_a_second_and_of_a_plain_allocator() -> None:
+    def step(scheme: str, batch: int, mode: str, ms: float, **other: str) -> timing.Step:
+        shared = {"sampling": "circular", "norm": None, "grads": "dense", "precision": "bf16", "device": "a", "size": 1}
+        rest = {"source": "f", "spread": None, "reserved": None, "allocated": None, "joules": None}
+        return timing.Step("wrn", batch, scheme, 0.5, mode=mode, ms=ms, **shared, **(rest | other))
+
+    both = ("standard", "sliceout")
+    steps = [step(s, 32, "eager", 11.0) for s in both] + [step(s, 128, "compiled", 12.0) for s in both]
+    tuned = {"allocator": "expandable_segments:True", "source": "g"}
+    steps += [step(s, 128, "compiled", 10.0, **tuned) for s in both]
+    match = {"model": "wrn", "scheme": "sliceout", "rate": 0.5}
+    found = timing.pair(steps, match, {"scheme": "standard"})
+    assert found.step.where == "a, bf16, compiled, batch 128"
+    tuned_only = timing.pair(steps[-2:], match, {"scheme": "standard"})
+    assert tuned_only.step.where == "a, bf16, compiled, batch 128, allocator expandable_segments:True"
+
+
 def test_the_baseline_has_the_same_rate() -> None:
     records = [fake.run("mnist", "mlp", "standard", rate, ms=ms, batch=256) for rate, ms in ((0.3, 4.0), (0.5, 2.0))]
     records.append(fake.run("mnist", "mlp", rate=0.3, ms=3.0, batch=256, **WINDOW))

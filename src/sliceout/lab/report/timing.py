@@ -1,8 +1,9 @@
 """Time, memory and energy of a training step, from benchmarks and from training runs, and what they are relative to.
 
 Two steps are compared only if they were taken on the same device, at the same batch, precision and execution mode, and
-(benchmarks) in the same file. Where several modes were measured, the one in which the *baseline* is fastest counts:
-SliceOut is held against a strong baseline, not against a slow one. Runs that shared the device are left out.
+(benchmarks) in the same file. Where several modes were measured, the one in which the *baseline* is fastest counts, by
+time per sample: SliceOut is held against a strong baseline, not against a slow one. Benchmarks with torch's allocator
+as it comes go before others. Runs that shared the device are left out.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Step:
     data: str | None = None
     scaled: str = ""
     """What was scaled down, in words, if it changes the step."""
+    allocator: str = ""
+    """How torch's was set up, if it was."""
 
     @property
     def setting(self) -> tuple[Any, ...]:
@@ -62,7 +65,8 @@ class Step:
     @property
     def where(self) -> str:
         grads = "" if self.grads == "dense" else f", {self.grads} gradients"
-        return f"{self.device}, {self.precision}, {self.mode}, batch {self.batch}{grads}"
+        allocator = self.allocator and f", allocator {self.allocator}"
+        return f"{self.device}, {self.precision}, {self.mode}, batch {self.batch}{grads}{allocator}"
 
 
 @dataclass(frozen=True)
@@ -92,23 +96,24 @@ def steps(measured: Measured, groups: Iterable[Group]) -> list[Step]:
     """All of them; a benchmark that failed and a run that shared its device have none."""
     found = []
     for bench in measured.benches:
-        device = str((bench.get("machine") or {}).get("device", "unknown device"))
+        machine = bench.get("machine") or {}
         for case in bench.get("cases", []):
             if case.get("error") is None and case.get("ms"):
-                found.append(_of_case(case, device, bench["where"]))
+                found.append(_of_case(case, machine, bench["where"]))
     for group in groups:
         if (ms := group.number("ms_per_step")) is not None:
             found.append(_of_group(group, ms))
     return found
 
 
-def _of_case(case: Mapping[str, Any], device: str, where: str) -> Step:
+def _of_case(case: Mapping[str, Any], machine: Mapping[str, Any], where: str) -> Step:
     low, high = case.get("ms_p10"), case.get("ms_p90")
     return Step(
         model=case["model"], batch=int(case["batch"]), scheme=case["scheme"],
         rate=0.0 if case["scheme"] == "none" else float(case.get("rate") or 0.0),
         sampling=case.get("sampling"), norm=None, grads=case.get("grads") or "dense", mode=case.get("mode") or "eager",
-        precision=case.get("precision") or "fp32", device=device, size=case.get("size"), source=where,
+        precision=case.get("precision") or "fp32", device=str(machine.get("device", "unknown device")),
+        size=case.get("size"), source=where, allocator=str(machine.get("allocator") or ""),
         ms=case["ms"], spread=(low, high) if low and high else None, reserved=case.get("max_reserved"),
         allocated=case.get("max_allocated"), joules=energy.of_a_step(case),
     )  # fmt: skip
@@ -173,7 +178,7 @@ def pair(
     fastest: dict[tuple[Any, ...], float] = {}
     for found in pairs:
         key = found.base.setting
-        fastest[key] = min(fastest.get(key, math.inf), found.base.ms)
+        fastest[key] = min(fastest.get(key, math.inf), found.base.ms / max(found.base.batch, 1))
     return min(
         pairs,
         default=None,
@@ -181,6 +186,7 @@ def pair(
             p.base.batch != batch,
             bool(p.base.scaled),
             p.base.source == "training",  # benchmarks first: one process each, warmed up, on a quiet device
+            bool(p.base.allocator),
             fastest[p.base.setting],
             abs(p.base.rate - p.step.rate),
             not fits(p.step, match),
