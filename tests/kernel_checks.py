@@ -609,7 +609,7 @@ def test_the_next_pass_uses_the_same_memory_and_the_same_table(gathering, monkey
     x = torch.randn(2, 3, 4, 4, dtype=torch.float64, device=DEVICE)
     before = settled(model, x)
     made = []
-    monkeypatch.setattr(many, "_launches", lambda *a, make=many._launches: (made.append(a), make(*a))[1])
+    monkeypatch.setattr(many, "_launches", lambda *a, make=many._launches, **k: (made.append(a), make(*a, **k))[1])
     for _ in range(4):
         agrees_with_taking_apart(model, x, monkeypatch)
         draw_(model)
@@ -939,6 +939,75 @@ def test_state_may_lie_in_memory_in_another_way_than_its_parameter(fused, monkey
 
     fused_and_not(name, monkeypatch, prepare)
     assert fused == [3, 3, 3]
+
+
+def nothing(*args):
+    pass
+
+
+def moved(model, optimizer):
+    for p in model.parameters():
+        p.data = p.data.clone()
+
+
+def with_another_state(model, optimizer):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def rerated(model, optimizer):
+    slices(model).members[0].rerate_(0.25)
+
+
+def in_windows(model, optimizer):  # their factors are vectors
+    a = Slice(8, 0.5, sampling="window", grads="compact")
+    model[0], model[2] = nn.Conv2d(3, 8, 3, out_slice=a), nn.Conv2d(8, 4, 2, in_slice=a)
+    torch.manual_seed(1)
+    for old, new in zip(optimizer.param_groups[0]["params"], model.to(DEVICE).parameters(), strict=True):
+        old.data = new.data
+    model[0].weight, model[0].bias, model[2].weight, model[2].bias = optimizer.param_groups[0]["params"]
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+@pytest.mark.parametrize(
+    ("change", "times"),
+    [(nothing, 1), (moved, 2), (with_another_state, 2), (rerated, 2), (in_windows, 2)],
+)
+def test_what_the_kernels_know_of_parameters_is_kept_as_long_as_it_is_true(fused, monkeypatch, name, change, times):
+    made = []
+    monkeypatch.setattr(many.Updates, "__init__", lambda *a, make=many.Updates.__init__: (made.append(1), make(*a))[1])
+    fused_and_not(name, monkeypatch, change, steps=4)
+    assert len(made) == times
+    assert fused == [3] * 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        nothing,
+        lambda p, g, s: setattr(g, "gain", 3.0),
+        lambda p, g, s: setattr(g, "row_scale", torch.ones(8, dtype=torch.float64, device=DEVICE)),
+        lambda p, g, s: setattr(g, "rows", dataclasses.replace(g.rows, axis=None)),  # whose start lies elsewhere
+        lambda p, g, s: setattr(g, "rows", dataclasses.replace(g.rows, geometry=(8, 4, 1, 2))),
+        lambda p, g, s: setattr(g, "small", g.small.bfloat16()),
+        lambda p, g, s: setattr(g, "small", g.small.to(memory_format=torch.channels_last)),
+        lambda p, g, s: setattr(p, "data", p.data.transpose(2, 3)),
+        lambda p, g, s: s.update(momentum_buffer=s["momentum_buffer"].view(torch.int32)),
+    ],
+)
+def test_whatever_changes_is_noticed(change):
+    model = two_layers()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    for _ in range(2):
+        optimizer.step()
+        optimizer.zero_grad()
+        model(torch.randn(4, 3, 4, 4, device=DEVICE)).sum().backward()
+    p = model[0].weight
+    work = [(p, p.grad)]
+    before = [optim._Slices(optimizer, work, ["momentum_buffer"]).updates() for _ in range(2)]
+    assert before[0] is before[1] is not None
+    change(p, p.grad, optimizer.state[p])
+    after = optim._Slices(optimizer, work, ["momentum_buffer"]).updates()
+    assert (after is before[0]) == (change is nothing)
 
 
 @pytest.mark.parametrize("scaler", ["fine", "overflow"])

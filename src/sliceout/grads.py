@@ -176,8 +176,6 @@ class SlicedGrad(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        from . import grad_ops  # which is about this class
-
         return grad_ops.run(func, args, kwargs or {})
 
 
@@ -207,3 +205,6 @@ class Take(views._Function):
         sliced = SlicedGrad(grad, ctx.like, ctx.rows, ctx.cols, *ctx.factors)
         whole = torch.is_grad_enabled() or grad.is_complex()  # an ordinary tensor has second derivatives, and a meaning
         return sliced.dense() if whole else sliced, None, None, None
+
+
+from . import grad_ops  # noqa: E402  (which is about the class above)

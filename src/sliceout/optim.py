@@ -13,9 +13,10 @@ Adam's bias correction counts the steps of the parameter, as its state does.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,9 +25,12 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.optim.sgd import sgd
 
-from .grads import SlicedGrad
+from .grads import Place, SlicedGrad
 from .ops.gather import has_triton
 from .ops.views import is_channels_last, memory_format
+
+if TYPE_CHECKING:
+    from .ops import many
 
 Work = list[tuple[Tensor, SlicedGrad]]
 
@@ -199,26 +203,10 @@ def _fused(optimizer: Optimizer, group: dict[str, Any], work: Work, names: list[
         return False
     from .ops import many, tables
 
-    device = work[0][0].device
-    for p, _ in work:
-        _lay_out_alike(p, optimizer.state[p], names)
-    state = [[optimizer.state[p][name] for name in names] for p, _ in work]
+    slices = _Slices(optimizer, work, names)
+    device, updates = slices.device, slices.updates()
     betas = group.get("betas", (0.0, 0.0))
-    steps = [optimizer.state[p]["step"] for p, _ in work if "step" in optimizer.state[p]]
-    fit = (
-        all(
-            p.dtype != torch.float64
-            and p.device == device
-            and many.supports(p)
-            and all(t.device == device and (_alike(t, p) or many.supports(t)) for t in s)
-            for (p, _), s in zip(work, state, strict=True)
-        )
-        and not any(isinstance(b, Tensor) for b in betas)
-        and len({s.device for s in steps}) < 2
-        and all(s.is_cpu or (s.device == device and s.dtype == torch.float32) for s in steps)
-        and tables.possible(device)
-    )
-    if not fit:
+    if updates is None or any(isinstance(b, Tensor) for b in betas) or not tables.possible(device):
         if tables.capturing(device):
             raise RuntimeError(
                 "this optimizer step cannot be captured with compact gradients: its slices would be frozen. "
@@ -229,36 +217,102 @@ def _fused(optimizer: Optimizer, group: dict[str, Any], work: Work, names: list[
     lr = lr.to(device, torch.float32) if isinstance(lr, Tensor) and lr.is_cuda else float(lr)
     given = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
     found_inf, grad_scale = (None if t is None else t.to(device) for t in given)  # of a scaler on another GPU
-    if steps:
+    if steps := slices.steps:
         torch._foreach_add_(steps, 1)
         if found_inf is not None:
             torch._foreach_sub_(steps, [found_inf.to(steps[0].device)] * len(steps))
-    pieces = []
-    for (p, g), full_state in zip(work, state, strict=True):
-        small = g.small.contiguous(memory_format=memory_format(p))
-        rows, cols = (None if q is None else (q.start_on(device), list(q.geometry)) for q in (g.rows, g.cols))
-        step = optimizer.state[p].get("step")
-        pieces.append(many.Piece(p, small, rows, cols, g.gain, g.row_scale, g.col_scale, tuple(full_state), step))
+    smalls = slices.smalls()
+    updates.renew(smalls, steps)
     shared = {
         "lr": lr, "weight_decay": group["weight_decay"], "maximize": group["maximize"],
         "found_inf": found_inf, "grad_scale": grad_scale,
     }  # fmt: skip
     if type(optimizer) is SGD:
-        many.sgd(pieces, momentum=group["momentum"], nesterov=group["nesterov"], **shared)
+        many.sgd(updates, momentum=group["momentum"], nesterov=group["nesterov"], **shared)
     else:
         decoupled = type(optimizer) is AdamW or group["decoupled_weight_decay"]
         settings = {"betas": betas, "eps": group["eps"], "amsgrad": group["amsgrad"], "decoupled": decoupled}
-        many.adam(pieces, **settings, **shared)
+        many.adam(updates, **settings, **shared)
     return True
+
+
+class _Slices:
+    """The slices that are updated together. What the kernel needs to know of them is kept as long as it is true."""
+
+    def __init__(self, optimizer: Optimizer, work: Work, names: list[str]) -> None:
+        self.kept = _prepared.setdefault(optimizer, {})
+        self.work, self.names = work, names
+        self.params, self.grads = [p for p, _ in work], [g for _, g in work]
+        self.state = [optimizer.state[p] for p in self.params]
+        self.steps = [s["step"] for s in self.state if "step" in s]
+        self.device = self.params[0].device
+        self.places: dict[int, tuple[Tensor, Any]] = {}
+
+    def updates(self) -> many.Updates | None:
+        """``None`` where there is no kernel for them."""
+        key = id(self.params[0])
+        if key not in self.kept or self.kept[key][0] != self._looks():
+            for p, s in zip(self.params, self.state, strict=True):
+                _lay_out_alike(p, s, self.names)
+            self.kept[key] = self._looks(), self._prepare() if self._fit() else None
+        return self.kept[key][1]
+
+    def smalls(self) -> list[Tensor]:
+        """The gradients, each laid out as its parameter."""
+        return [g.small.contiguous(memory_format=memory_format(p)) for p, g in self.work]
+
+    def _looks(self) -> list[Any]:
+        """All that the kernel's table says, and whether there can be one."""
+        smalls = [g.small for g in self.grads]
+        fulls = [*self.params, *(s[name] for s in self.state for name in self.names), *self.steps]
+        return [
+            *map(Tensor.data_ptr, fulls), *map(Tensor.stride, fulls), *map(_kind_and_shape, fulls),
+            *map(Tensor.stride, smalls), *map(_kind_and_shape, smalls),
+            *((self._place(g.rows), self._place(g.cols), g.gain) for g in self.grads),
+            *(t if t is None else t.data_ptr() for g in self.grads for t in (g.row_scale, g.col_scale)),
+        ]  # fmt: skip
+
+    def _place(self, place: Place | None) -> Any:
+        if place is None:
+            return None
+        if id(place) not in self.places:  # most gradients share theirs
+            start = place.start_on(self.device)
+            self.places[id(place)] = start, (start.data_ptr(), place.geometry)
+        return self.places[id(place)][1]
+
+    def _fit(self) -> bool:
+        from .ops import many
+
+        return (
+            all(
+                p.dtype != torch.float64
+                and p.device == self.device
+                and many.supports(p)
+                and all(s[n].device == self.device and many.supports(s[n]) for n in self.names)
+                for p, s in zip(self.params, self.state, strict=True)
+            )
+            and len({s.device for s in self.steps}) < 2
+            and all(s.is_cpu or (s.device == self.device and s.dtype == torch.float32) for s in self.steps)
+        )
+
+    def _prepare(self) -> many.Updates:
+        from .ops import many
+
+        pieces = []
+        for p, g, small, s in zip(self.params, self.grads, self.smalls(), self.state, strict=True):
+            rows, cols = (None if q is None else (self.places[id(q)][0], list(q.geometry)) for q in (g.rows, g.cols))
+            state = tuple(s[name] for name in self.names)
+            pieces.append(many.Piece(p, small, rows, cols, g.gain, g.row_scale, g.col_scale, state, s.get("step")))
+        return many.Updates(pieces)
+
+
+_prepared: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[list[Any], many.Updates | None]]]
+_prepared = weakref.WeakKeyDictionary()
+_kind_and_shape = operator.attrgetter("dtype", "shape")
 
 
 def _on_gpu(tensors: Iterable[Tensor]) -> bool:
     return all(t.is_cuda for t in tensors)
-
-
-def _alike(t: Tensor, p: Tensor) -> bool:
-    """Whether a kernel that can address one can address the other; cheaper than to ask the kernel."""
-    return t.dtype is p.dtype and t.stride() == p.stride() and t.shape == p.shape
 
 
 def _lay_out_alike(p: Tensor, state: dict[str, Any], names: list[str]) -> None:

@@ -11,7 +11,7 @@ import itertools
 import math
 import struct
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +102,7 @@ class Settled:
     """Pieces that stay where they are: their tables are made once, and :func:`take` only launches."""
 
     def __init__(self, pieces: list[Piece]) -> None:
-        self.launches = _launches(pieces, False, _both)
+        self.launches = _launches(pieces, walk_full=False)
         self.count = len(pieces)
 
     def __len__(self) -> int:
@@ -129,6 +129,45 @@ class Gradients:
                 _Launch(table, _owners(rows.tiles, self.device), rows.total, kinds).run(_put_kernel)
 
 
+class Updates:
+    """Pieces whose slices an optimizer updates, step by step: gradients are new, and counts that live on the host.
+
+    It holds addresses and no tensors: whoever keeps it must know that they are still true.
+    """
+
+    def __init__(self, pieces: list[Piece]) -> None:
+        self.device, self.count = pieces[0].full.device, len(pieces)
+        self.counted = pieces[0].step is not None and not pieces[0].step.is_cuda  # on the host
+        alike: dict[Any, list[int]] = {}
+        for i, piece in enumerate(pieces):
+            alike.setdefault(_kinds(piece), []).append(i)
+        self.groups = []
+        for kinds, at in alike.items():
+            same = [pieces[i] for i in at]
+            rows = _rows([p.layout or layout(p, walk_full=False) for p in same])
+            if rows.total:
+                self.groups.append((kinds, at, rows, list(zip(*map(_addresses, same), strict=True))))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def renew(self, smalls: Sequence[Tensor], steps: Sequence[Tensor]) -> None:
+        """Take these gradients and counts, in the order of the pieces."""
+        small_at = list(map(Tensor.data_ptr, smalls))
+        for _, at, _, columns in self.groups:
+            columns[1] = tuple(small_at[i] for i in at)
+            if self.counted:
+                columns[5] = tuple(int(steps[i]) for i in at)
+
+    def launches(self) -> list[_Launch]:
+        return [
+            _Launch(
+                tables.make(rows.filled(*columns), self.device), _owners(rows.tiles, self.device), rows.total, kinds
+            )
+            for kinds, _, rows, columns in self.groups
+        ]
+
+
 @dataclass
 class _Launch:
     """Pieces of the same dtypes, on the device."""
@@ -146,11 +185,11 @@ class _Launch:
             )  # fmt: skip
 
 
-def _launches(pieces: list[Piece], walk_full: bool, dtypes: Callable[[Piece], Any]) -> list[_Launch]:
-    """One launch for each kind of piece, ``dtypes(piece)``."""
+def _launches(pieces: list[Piece], walk_full: bool) -> list[_Launch]:
+    """One launch for each kind of piece."""
     alike: dict[Any, list[Piece]] = {}
     for piece in pieces:
-        alike.setdefault(dtypes(piece), []).append(piece)
+        alike.setdefault(_both(piece), []).append(piece)
     made = []
     for kinds, same in alike.items():
         device = same[0].full.device
@@ -158,11 +197,6 @@ def _launches(pieces: list[Piece], walk_full: bool, dtypes: Callable[[Piece], An
         if rows.total:
             made.append(_Launch(tables.make(rows.at(same), device), _owners(rows.tiles, device), rows.total, kinds))
     return made
-
-
-def _launch(kernel: Any, pieces: list[Piece], walk_full: bool, dtypes: Any, *args: Any, **flags: Any) -> None:
-    for launch in _launches(pieces, walk_full, dtypes):
-        launch.run(kernel, *args, **flags)
 
 
 def _both(piece: Piece) -> tuple[torch.dtype, ...]:
@@ -385,7 +419,8 @@ def put(pieces: list[Piece]) -> None:
     for p in pieces:
         p.layout = p.layout or layout(p, walk_full=True)
         p.small = p.small.contiguous(memory_format=format_of(p.full.dim(), p.layout[CHANNELS_LAST] == 1))
-    _launch(_put_kernel, pieces, True, _both)
+    for launch in _launches(pieces, walk_full=True):
+        launch.run(_put_kernel)
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
@@ -520,7 +555,7 @@ def _kinds(piece: Piece) -> tuple[torch.dtype, ...]:
 
 
 def adam(
-    pieces: list[Piece],
+    pieces: list[Piece] | Updates,
     *,
     lr: float | Tensor,
     betas: tuple[float, float],
@@ -533,18 +568,19 @@ def adam(
     grad_scale: Tensor | None,
 ) -> None:
     """Adam over the slices of ``full`` and of ``state``; ``small`` is the gradient, ``step`` has been counted up."""
-    _launch(
-        _adam_kernel, pieces, False, _kinds,
-        lr, found_inf, grad_scale, *(1 - b for b in betas), *(math.log2(b) if b else -math.inf for b in betas),
-        weight_decay, eps,
-        LR_LIVES_ON_DEVICE=isinstance(lr, Tensor), STEP_LIVES_ON_DEVICE=pieces[0].step.is_cuda,  # type: ignore[union-attr]
-        FOUND_INF=found_inf is not None, GRAD_SCALE=grad_scale is not None,
-        DECOUPLED=decoupled, AMSGRAD=amsgrad, MAXIMIZE=maximize,
-    )  # fmt: skip
+    updates = pieces if isinstance(pieces, Updates) else Updates(pieces)
+    for launch in updates.launches():
+        launch.run(
+            _adam_kernel, lr, found_inf, grad_scale, *(1 - b for b in betas),
+            *(math.log2(b) if b else -math.inf for b in betas), weight_decay, eps,
+            LR_LIVES_ON_DEVICE=isinstance(lr, Tensor), STEP_LIVES_ON_DEVICE=not updates.counted,
+            FOUND_INF=found_inf is not None, GRAD_SCALE=grad_scale is not None,
+            DECOUPLED=decoupled, AMSGRAD=amsgrad, MAXIMIZE=maximize,
+        )  # fmt: skip
 
 
 def sgd(
-    pieces: list[Piece],
+    pieces: list[Piece] | Updates,
     *,
     lr: float | Tensor,
     momentum: float,
@@ -555,8 +591,9 @@ def sgd(
     grad_scale: Tensor | None,
 ) -> None:
     """SGD over the slices of ``full`` and of ``state``; ``small`` is the gradient."""
-    _launch(
-        _sgd_kernel, pieces, False, _kinds, lr, found_inf, grad_scale, momentum, weight_decay,
-        LR_LIVES_ON_DEVICE=isinstance(lr, Tensor), FOUND_INF=found_inf is not None, GRAD_SCALE=grad_scale is not None,
-        MOMENTUM=momentum != 0, NESTEROV=nesterov, MAXIMIZE=maximize,
-    )  # fmt: skip
+    for launch in (pieces if isinstance(pieces, Updates) else Updates(pieces)).launches():
+        launch.run(
+            _sgd_kernel, lr, found_inf, grad_scale, momentum, weight_decay,
+            LR_LIVES_ON_DEVICE=isinstance(lr, Tensor), FOUND_INF=found_inf is not None,
+            GRAD_SCALE=grad_scale is not None, MOMENTUM=momentum != 0, NESTEROV=nesterov, MAXIMIZE=maximize,
+        )  # fmt: skip
