@@ -7,6 +7,7 @@ Triton decides when it is imported whether it interprets, so the interpreter nee
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import gc
@@ -862,6 +863,38 @@ def test_a_table_that_is_kept_is_not_changed_by_others(gathering):
     many.take([other])
     many.take(settled)
     assert torch.equal(smalls, fulls[:, :4])
+
+
+@pytest.mark.parametrize("grads", ["dense", "compact"])
+def test_a_step_counts_the_entries_that_its_tables_need_when_it_is_captured(gathering, fused, monkeypatch, grads):
+    model = network(grads, "circular", torch.contiguous_format).float()
+    x = torch.randn(2, 3, 4, 4, device=DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    family = slices(model)
+
+    def step():  # as CapturedStep does it
+        optimizer.zero_grad()
+        loss = model(x).sum()
+        family.fetched.release()
+        loss.backward()
+        optimizer.step()
+
+    counts = []
+    for _ in range(4):
+        with tables.counted() as needed:
+            step()
+        counts.append(needed.entries)
+    assert 0 < counts[-1] == counts[-2]
+    assert counts[0] <= 2 * counts[-1], "of a single warm-up"
+    assert counts[-1] <= 2 * counts[0]
+    step()
+    assert needed.entries == counts[-1], "over is over"
+    monkeypatch.setattr(tables, "where", lambda device: (7, True))
+    for name in ("take", "put", "sgd"):  # which are recorded then, and run when the tables are there
+        monkeypatch.setattr(many, f"_{name}_kernel", collections.defaultdict(lambda: lambda *args, **flags: None))
+    with tables.deferred(counts[-1], torch.device(DEVICE)) as arena:
+        step()
+        assert arena.used == counts[-1]
 
 
 def test_numbers_of_a_captured_table_may_change_at_once(monkeypatch):

@@ -84,7 +84,8 @@ class CapturedStep:
         side.wait_stream(torch.cuda.current_stream())
         with draws.paused(), without_views(), torch.cuda.stream(side):  # the kernels that the graph will hold
             for _ in range(max(warmup, 1)):
-                step()
+                with tables.counted() as needed:
+                    step()
         torch.cuda.current_stream().wait_stream(side)
         kept.restore()
         del kept  # the graph is to take its place, and that of the warm-up's gradients and slices
@@ -93,7 +94,7 @@ class CapturedStep:
         free_workspaces()
         self.graph = torch.cuda.CUDAGraph()  # entering it gives back what is free now
         with (
-            tables.deferred(_entries(model), self.batch[0].device) as self.tables,
+            tables.deferred(2 * needed.entries + 1024, self.batch[0].device) as self.tables,
             draws.paused(),
             torch.cuda.graph(self.graph),
         ):
@@ -158,15 +159,6 @@ def free_workspaces() -> bool:
         return False
     torch._C._cuda_clearCublasWorkspaces()
     return True
-
-
-def _entries(model: nn.Module) -> int:
-    """Enough for the tables of all launches over all parameters: a row for each, and which tile belongs to which.
-
-    A step takes, puts back and updates; with recomputed activations it takes and puts back twice.
-    """
-    tensors = [*model.parameters(), *model.buffers()]
-    return 4 * sum(96 + len(t) + t.numel() // 256 for t in tensors if t.dim()) + 4096
 
 
 def _to_device(group: dict[str, Any], device: torch.device) -> Tensor:

@@ -270,6 +270,7 @@ def _owners(tiles: tuple[int, ...], device: torch.device) -> Tensor:
         if len(_kept) > 256:
             _kept.clear()
         _kept[key] = _owners_on_host(tiles).to(device)
+    tables.count(len(_kept[key]))
     return _kept[key]
 
 

@@ -23,7 +23,7 @@ class Arena:
         self.waiting: list[tuple[Tensor, Tensor]] = []
 
     def make(self, values: Tensor) -> Tensor:
-        begin, self.used = self.used, self.used + -(-values.numel() // 2) * 2  # 16 bytes, as kernels like it
+        begin, self.used = self.used, self.used + _room(values.numel())
         if self.used > len(self.memory):
             raise RuntimeError(f"the tables of this graph need more than the {len(self.memory)} entries set aside")
         table = self.memory[begin : begin + values.numel()].view(values.shape)
@@ -36,7 +36,19 @@ class Arena:
         self.waiting = []
 
 
+def _room(entries: int) -> int:
+    """Tables begin at multiples of 16 bytes, as kernels like it."""
+    return -(-entries // 2) * 2
+
+
+class Tally:
+    """How many entries the tables of some code need."""
+
+    entries = 0
+
+
 _arena: Arena | None = None
+_tally: Tally | None = None
 
 
 def capturing(device: torch.device) -> bool:
@@ -61,7 +73,25 @@ def make(values: Tensor, device: torch.device) -> Tensor:
     """A table on ``device`` with these int64 ``values``, which may change as soon as this returns."""
     if _arena is not None and capturing(device):
         return _arena.make(values)
+    count(values.numel())
     return values.to(device, non_blocking=True, copy=True)  # pageable memory is staged at once: no synchronisation
+
+
+def count(entries: int) -> None:
+    """Here a table is used; whoever keeps it from an earlier time calls this instead of :func:`make`."""
+    if _tally is not None:
+        _tally.entries += _room(entries)
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Tally]:
+    """Around a step that is about to be captured."""
+    global _tally
+    before, _tally = _tally, Tally()
+    try:
+        yield _tally
+    finally:
+        _tally = before
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from . import paper
@@ -16,7 +17,7 @@ from .timing import Pair, Step, pair
 def steps_by_rate(steps: Sequence[Step]) -> list[Drawn]:
     """Time and memory of a benchmark over the rate, one picture a network and a kind of number."""
     out: list[Drawn] = []
-    for model in sorted({s.model for s in steps}):
+    for model in sorted({s.model for s in steps}, key=_by_number):
         rates = sorted({s.rate for s in steps if s.model == model and s.scheme == "sliceout"})
         if len(rates) < 3:
             continue
@@ -116,6 +117,11 @@ def papers_speedup(model: str) -> tuple[float, float] | None:
     return None
 
 
+def _by_number(model: str) -> list[tuple[int, str]]:
+    """For sorting: mlp-3x512 before mlp-3x1024."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", model)]
+
+
 def speedups(steps: Sequence[Step]) -> tuple[list[Drawn], Speeds]:
     """Time saved by architecture, paper's and ours at the paper's rate; and the rows it is drawn from."""
     known = [
@@ -125,7 +131,7 @@ def speedups(steps: Sequence[Step]) -> tuple[list[Drawn], Speeds]:
         "lm-1024",
         "lm-2048",
     ]
-    others = sorted({s.model for s in steps if s.scheme == "sliceout"} - set(known))
+    others = sorted({s.model for s in steps if s.scheme == "sliceout"} - set(known), key=_by_number)
     rows = []
     for model in [*known, *others]:
         theirs = papers_speedup(model)
