@@ -459,3 +459,33 @@ def test_recomputed_activations_can_be_captured(grads: str) -> None:
         (expected,) = train(twin, x, y, theirs, 1)
         torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
     assert_alike(model, twin, rtol=1e-3, atol=1e-5)
+
+
+@needs_cuda
+@pytest.mark.parametrize("grads", ["dense", "compact"])
+def test_layers_that_are_used_many_times_can_be_captured(grads: str) -> None:
+    """Each use fetches anew, and all of them need tables."""
+
+    class Repeated(nn.Module):
+        def __init__(self, layers: nn.Module) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(40):
+                x = x + 0.1 * self.layers(x)
+            return x
+
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
+    sliceout.convert_(layers, 0.5, grads=grads, example_inputs=torch.zeros(2, 16), payoff=False)
+    model = Repeated(layers).to(DEVICE).train()
+    x, y = torch.randn(8, 16, device=DEVICE), torch.arange(8, device=DEVICE)
+    twin = copy.deepcopy(model)
+    ours, theirs = (torch.optim.SGD(m.parameters(), 2**-5, momentum=0.9) for m in (model, twin))
+    step = sliceout.capture(model, loss_of, ours, (x, y))
+    for _ in range(4):
+        loss = step(x, y).clone()
+        (expected,) = train(twin, x, y, theirs, 1)
+        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
+    assert_alike(model, twin, rtol=1e-3, atol=1e-5)
