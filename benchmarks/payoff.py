@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 import sliceout
-from sliceout.capture import _entries, free_workspaces
+from sliceout.capture import free_workspaces
 from sliceout.lab import machine
 from sliceout.ops import tables, without_views
 
@@ -80,7 +80,7 @@ class Clock:
         """Milliseconds of each network: medians. On a CPU they take turns, so that other load falls on all alike."""
         steps = [self.step(net, outer, rows) for net in nets]
         if self.device.type == "cuda":
-            return [self.captured(step, net) for step, net in zip(steps, nets, strict=True)]
+            return [self.captured(step) for step in steps]
         return self.in_turns(steps)
 
     def step(self, net: nn.Module, outer: int, rows: Any) -> Callable[[], None]:
@@ -120,16 +120,17 @@ class Clock:
                 found.append(1000 * (time.perf_counter() - start))
         raise AssertionError
 
-    def captured(self, step: Callable[[], None], net: nn.Module, inside: int = 5) -> float:
+    def captured(self, step: Callable[[], None], inside: int = 5) -> float:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side), without_views():
+        with torch.cuda.stream(side), without_views(), tables.counted() as needed:  # more than one step's
             for _ in range(3):
                 step()
         torch.cuda.current_stream().wait_stream(side)
         free_workspaces()
         graph = torch.cuda.CUDAGraph()
-        with tables.deferred(inside * _entries(net), self.device) as held, torch.cuda.graph(graph):  # noqa: F841
+        entries = inside * needed.entries + 1024
+        with tables.deferred(entries, self.device) as held, torch.cuda.graph(graph):  # noqa: F841
             for _ in range(inside):
                 step()
         free_workspaces()
