@@ -290,7 +290,7 @@ def check_updates(settings, update, make, names, counts, on_device) -> None:
             optimizer.step()
             if counts:
                 made.step += 1
-        update(pieces, **{**settings, "lr": rate}, found_inf=None, grad_scale=None)
+        update(many.Updates(pieces), **{**settings, "lr": rate}, found_inf=None, grad_scale=None)
     for case, made, (p, optimizer, before) in zip(chosen, pieces, oracles, strict=True):
         torch.testing.assert_close(case.take(made.full).float(), p.detach(), rtol=2e-5, atol=2e-6)
         for name, state in zip(names, made.state, strict=True):
@@ -310,7 +310,7 @@ def test_an_overflow_leaves_everything_alone_and_a_scale_is_divided_out():
         made.state, made.step = (torch.zeros_like(full), torch.zeros_like(full)), torch.ones((), device="cpu")
         flags = {"decoupled": False, "amsgrad": False, "maximize": False}
         tensors = {"found_inf": torch.tensor(inf, device=DEVICE), "grad_scale": torch.tensor(scale, device=DEVICE)}
-        many.adam([made], **ADAM, **flags, **tensors)
+        many.adam(many.Updates([made]), **ADAM, **flags, **tensors)
         results.append(full)
     assert torch.equal(results[0], results[1])
     assert not torch.equal(results[0], torch.ones_like(results[0]))

@@ -437,6 +437,17 @@ def test_another_stream_fetches_for_itself() -> None:
     torch.testing.assert_close(y, expected)
 
 
+def assert_captured_as_eager(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    twin = copy.deepcopy(model)
+    ours, theirs = (OPTIMIZERS["nesterov"](m.parameters()) for m in (model, twin))
+    step = sliceout.capture(model, loss_of, ours, (x, y))
+    for _ in range(5):
+        loss = step(x, y).clone()
+        (expected,) = train(twin, x, y, theirs, 1)
+        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
+    assert_alike(model, twin, rtol=1e-3, atol=1e-5)
+
+
 @needs_cuda
 @pytest.mark.parametrize("grads", ["dense", "compact"])
 def test_recomputed_activations_can_be_captured(grads: str) -> None:
@@ -450,15 +461,7 @@ def test_recomputed_activations_can_be_captured(grads: str) -> None:
             return checkpoint(self.net[3:], x, use_reentrant=False)
 
     model, x, y = made("mlp", grads)
-    model = Recomputing(model)
-    twin = copy.deepcopy(model)
-    ours, theirs = (OPTIMIZERS["nesterov"](m.parameters()) for m in (model, twin))
-    step = sliceout.capture(model, loss_of, ours, (x, y))
-    for _ in range(5):
-        loss = step(x, y).clone()
-        (expected,) = train(twin, x, y, theirs, 1)
-        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
-    assert_alike(model, twin, rtol=1e-3, atol=1e-5)
+    assert_captured_as_eager(Recomputing(model), x, y)
 
 
 @needs_cuda
@@ -481,11 +484,4 @@ def test_layers_that_are_used_many_times_can_be_captured(grads: str) -> None:
     sliceout.convert_(layers, 0.5, grads=grads, example_inputs=torch.zeros(2, 16), payoff=False)
     model = Repeated(layers).to(DEVICE).train()
     x, y = torch.randn(8, 16, device=DEVICE), torch.arange(8, device=DEVICE)
-    twin = copy.deepcopy(model)
-    ours, theirs = (torch.optim.SGD(m.parameters(), 2**-5, momentum=0.9) for m in (model, twin))
-    step = sliceout.capture(model, loss_of, ours, (x, y))
-    for _ in range(4):
-        loss = step(x, y).clone()
-        (expected,) = train(twin, x, y, theirs, 1)
-        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
-    assert_alike(model, twin, rtol=1e-3, atol=1e-5)
+    assert_captured_as_eager(model, x, y)

@@ -87,8 +87,7 @@ class CapturedStep:
                 with tables.counted() as needed:
                     step()
         torch.cuda.current_stream().wait_stream(side)
-        kept.restore()
-        del kept  # the graph is to take its place, and that of the warm-up's gradients and slices
+        kept.restore()  # the graph is to take its place, and that of the warm-up's gradients and slices
         optimizer.zero_grad(set_to_none=True)
         _release_slices(families)
         free_workspaces()

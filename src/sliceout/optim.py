@@ -13,7 +13,6 @@ Adam's bias correction counts the steps of the parameter, as its state does.
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,7 @@ from torch.optim.sgd import sgd
 
 from .grads import Place, SlicedGrad
 from .ops.gather import has_triton
-from .ops.views import is_channels_last, memory_format
+from .ops.views import forms, is_channels_last, looks, memory_format
 
 if TYPE_CHECKING:
     from .ops import many
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
 Work = list[tuple[Tensor, SlicedGrad]]
 
 _set_aside: weakref.WeakKeyDictionary[Optimizer, Work] = weakref.WeakKeyDictionary()
+_prepared: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[list[Any], many.Updates | None]]]
+_prepared = weakref.WeakKeyDictionary()
 _hooks: list[Any] = []
 
 
@@ -266,8 +267,7 @@ class _Slices:
         smalls = [g.small for g in self.grads]
         fulls = [*self.params, *(s[name] for s in self.state for name in self.names), *self.steps]
         return [
-            *map(Tensor.data_ptr, fulls), *map(Tensor.stride, fulls), *map(_kind_and_shape, fulls),
-            *map(Tensor.stride, smalls), *map(_kind_and_shape, smalls),
+            *looks(fulls), *forms(smalls),
             *((self._place(g.rows), self._place(g.cols), g.gain) for g in self.grads),
             *(t if t is None else t.data_ptr() for g in self.grads for t in (g.row_scale, g.col_scale)),
         ]  # fmt: skip
@@ -304,11 +304,6 @@ class _Slices:
             state = tuple(s[name] for name in self.names)
             pieces.append(many.Piece(p, small, rows, cols, g.gain, g.row_scale, g.col_scale, state, s.get("step")))
         return many.Updates(pieces)
-
-
-_prepared: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[list[Any], many.Updates | None]]]
-_prepared = weakref.WeakKeyDictionary()
-_kind_and_shape = operator.attrgetter("dtype", "shape")
 
 
 def _on_gpu(tensors: Iterable[Tensor]) -> bool:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-import operator
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -277,7 +276,7 @@ class Batch:
     def __init__(self, notes: list[Note], fulls: list[Tensor]) -> None:
         from . import many
 
-        self.looks = _looks(fulls)
+        self.looks = views.looks(fulls)
         self.addresses = self.looks[: len(fulls)]
         self.shapes = Shapes(notes, fulls)
         self.cuts = [(s, s.start, s.width) for s in _slices(notes)]
@@ -306,7 +305,7 @@ class Batch:
     def serves(self, fulls: list[Tensor]) -> bool:
         """Whether it would be the same if it were made anew for its portion, and nobody else has its memory."""
         return (
-            _looks(fulls) == self.looks
+            views.looks(fulls) == self.looks
             and all(s.start is start and s.width == width for s, start, width in self.cuts)
             and self.users() == self.unused
         )
@@ -319,14 +318,6 @@ class Batch:
         """The slices as they are now."""
         self.many.take(self.pieces)
         return tuple([t.data for t in self.memory])
-
-
-def _looks(fulls: list[Tensor]) -> list[Any]:
-    """What a table says of these tensors."""
-    return [*map(Tensor.data_ptr, fulls), *map(Tensor.stride, fulls), *map(_kind_and_shape, fulls)]
-
-
-_kind_and_shape = operator.attrgetter("dtype", "shape")
 
 
 def _slices(notes: list[Note]) -> list[Slice]:

@@ -11,7 +11,7 @@ import itertools
 import math
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,20 +113,13 @@ class Gradients:
     """Pieces to be put whose tensors are new every time, but always of the same kind: only addresses are sent."""
 
     def __init__(self, pieces: list[Piece]) -> None:
-        self.device = pieces[0].full.device
-        alike: dict[Any, list[int]] = {}
-        for i, piece in enumerate(pieces):
-            alike.setdefault(_both(piece), []).append(i)
-        layouts = [p.layout or layout(p, walk_full=True) for p in pieces]
-        self.groups = [(kinds, at, _rows([layouts[i] for i in at])) for kinds, at in alike.items()]
+        self.groups = _groups(pieces, walk_full=True, dtypes=_both)
 
     def put(self, fulls: Sequence[Tensor], smalls: Sequence[Tensor]) -> None:
         """:func:`put`, in their order; nothing is checked."""
         full_at, small_at = (list(map(Tensor.data_ptr, tensors)) for tensors in (fulls, smalls))
-        for kinds, at, rows in self.groups:
-            if rows.total:
-                table = tables.make(rows.filled([full_at[i] for i in at], [small_at[i] for i in at]), self.device)
-                _Launch(table, _owners(rows.tiles, self.device), rows.total, kinds).run(_put_kernel)
+        for group in self.groups:
+            group.launch([full_at[i] for i in group.members], [small_at[i] for i in group.members]).run(_put_kernel)
 
 
 class Updates:
@@ -136,17 +129,9 @@ class Updates:
     """
 
     def __init__(self, pieces: list[Piece]) -> None:
-        self.device, self.count = pieces[0].full.device, len(pieces)
+        self.count = len(pieces)
         self.counted = pieces[0].step is not None and not pieces[0].step.is_cuda  # on the host
-        alike: dict[Any, list[int]] = {}
-        for i, piece in enumerate(pieces):
-            alike.setdefault(_kinds(piece), []).append(i)
-        self.groups = []
-        for kinds, at in alike.items():
-            same = [pieces[i] for i in at]
-            rows = _rows([p.layout or layout(p, walk_full=False) for p in same])
-            if rows.total:
-                self.groups.append((kinds, at, rows, list(zip(*map(_addresses, same), strict=True))))
+        self.groups = [(g, g.addresses(pieces)) for g in _groups(pieces, walk_full=False, dtypes=_kinds)]
 
     def __len__(self) -> int:
         return self.count
@@ -154,18 +139,13 @@ class Updates:
     def renew(self, smalls: Sequence[Tensor], steps: Sequence[Tensor]) -> None:
         """Take these gradients and counts, in the order of the pieces."""
         small_at = list(map(Tensor.data_ptr, smalls))
-        for _, at, _, columns in self.groups:
-            columns[1] = tuple(small_at[i] for i in at)
+        for group, columns in self.groups:
+            columns[1] = [small_at[i] for i in group.members]
             if self.counted:
-                columns[5] = tuple(int(steps[i]) for i in at)
+                columns[5] = [int(steps[i]) for i in group.members]
 
     def launches(self) -> list[_Launch]:
-        return [
-            _Launch(
-                tables.make(rows.filled(*columns), self.device), _owners(rows.tiles, self.device), rows.total, kinds
-            )
-            for kinds, _, rows, columns in self.groups
-        ]
+        return [group.launch(*columns) for group, columns in self.groups]
 
 
 @dataclass
@@ -185,18 +165,40 @@ class _Launch:
             )  # fmt: skip
 
 
+@dataclass
+class _Group:
+    """Pieces of the same dtypes, on the host; ``members`` are their numbers among all."""
+
+    kinds: tuple[torch.dtype, ...]
+    members: list[int]
+    rows: _Rows
+    device: torch.device
+
+    def addresses(self, pieces: list[Piece]) -> list[Sequence[int]]:
+        """Of its members, column by column."""
+        return list(zip(*(_addresses(pieces[i]) for i in self.members), strict=True))
+
+    def launch(self, *columns: Sequence[int]) -> _Launch:
+        """Its members at these addresses."""
+        table = tables.make(self.rows.filled(*columns), self.device)
+        return _Launch(table, _owners(self.rows.tiles, self.device), self.rows.total, self.kinds)
+
+
+def _groups(pieces: list[Piece], walk_full: bool, dtypes: Callable[[Piece], Any]) -> list[_Group]:
+    """One for each kind of piece, ``dtypes(piece)``, that has any entries."""
+    alike: dict[Any, list[int]] = {}
+    for i, piece in enumerate(pieces):
+        alike.setdefault(dtypes(piece), []).append(i)
+    found = []
+    for kinds, members in alike.items():
+        rows = _rows([pieces[i].layout or layout(pieces[i], walk_full) for i in members])
+        found.append(_Group(kinds, members, rows, pieces[members[0]].full.device))
+    return [group for group in found if group.rows.total]
+
+
 def _launches(pieces: list[Piece], walk_full: bool) -> list[_Launch]:
-    """One launch for each kind of piece."""
-    alike: dict[Any, list[Piece]] = {}
-    for piece in pieces:
-        alike.setdefault(_both(piece), []).append(piece)
-    made = []
-    for kinds, same in alike.items():
-        device = same[0].full.device
-        rows = _rows([p.layout or layout(p, walk_full) for p in same])
-        if rows.total:
-            made.append(_Launch(tables.make(rows.at(same), device), _owners(rows.tiles, device), rows.total, kinds))
-    return made
+    """Of take or put: one for each kind of piece."""
+    return [group.launch(*group.addresses(pieces)) for group in _groups(pieces, walk_full, _both)]
 
 
 def _both(piece: Piece) -> tuple[torch.dtype, ...]:
@@ -216,12 +218,9 @@ class _Rows:
             self.numbers.extend((*[0] * _ADDRESSES, *fields[:-2], at))
         self.tensor = torch.frombuffer(self.numbers, dtype=torch.int64) if layouts else None
 
-    def at(self, pieces: list[Piece]) -> Tensor:
-        """The table for pieces that lie there; the next call overwrites it."""
-        return self.filled(*zip(*map(_addresses, pieces), strict=True))
-
     def filled(self, *columns: Sequence[int]) -> Tensor:
-        """The table with these addresses: of the full tensors, of the small ones, and so on."""
+        """The table with these addresses: of the full tensors, of the small ones, and so on; the next call overwrites
+        it."""
         for column, values in enumerate(columns):
             self.numbers[column::FIELDS] = array("q", values)
         assert self.tensor is not None
@@ -556,7 +555,7 @@ def _kinds(piece: Piece) -> tuple[torch.dtype, ...]:
 
 
 def adam(
-    pieces: list[Piece] | Updates,
+    updates: Updates,
     *,
     lr: float | Tensor,
     betas: tuple[float, float],
@@ -569,7 +568,6 @@ def adam(
     grad_scale: Tensor | None,
 ) -> None:
     """Adam over the slices of ``full`` and of ``state``; ``small`` is the gradient, ``step`` has been counted up."""
-    updates = pieces if isinstance(pieces, Updates) else Updates(pieces)
     for launch in updates.launches():
         launch.run(
             _adam_kernel, lr, found_inf, grad_scale, *(1 - b for b in betas),
@@ -581,7 +579,7 @@ def adam(
 
 
 def sgd(
-    pieces: list[Piece] | Updates,
+    updates: Updates,
     *,
     lr: float | Tensor,
     momentum: float,
@@ -592,7 +590,7 @@ def sgd(
     grad_scale: Tensor | None,
 ) -> None:
     """SGD over the slices of ``full`` and of ``state``; ``small`` is the gradient."""
-    for launch in (pieces if isinstance(pieces, Updates) else Updates(pieces)).launches():
+    for launch in updates.launches():
         launch.run(
             _sgd_kernel, lr, found_inf, grad_scale, momentum, weight_decay,
             LR_LIVES_ON_DEVICE=isinstance(lr, Tensor), FOUND_INF=found_inf is not None,

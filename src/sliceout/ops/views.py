@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -246,6 +247,19 @@ def memory_format(t: Tensor) -> torch.memory_format:
 def is_channels_last(t: Tensor) -> bool:
     """Whether ``t`` has these strides; ``is_contiguous`` cannot tell for 1x1 and depthwise kernels."""
     return t.dim() in (4, 5) and t.stride(1) == 1 and t.stride(-1) == t.shape[1]
+
+
+def looks(tensors: Sequence[Tensor]) -> list[Any]:
+    """What a kernel's table says of these tensors: the same as long as they lie there, in that way."""
+    return [*map(Tensor.data_ptr, tensors), *forms(tensors)]
+
+
+def forms(tensors: Sequence[Tensor]) -> list[Any]:
+    """:func:`looks` of tensors that are new every time."""
+    return [*map(Tensor.stride, tensors), *map(_kind_and_shape, tensors)]
+
+
+_kind_and_shape = operator.attrgetter("dtype", "shape")
 
 
 def format_of(ndim: int, channels_last: bool) -> torch.memory_format:

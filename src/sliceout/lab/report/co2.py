@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import energy
+from ..bench.files import held
 from . import paper
 from .figures import COLOURS, Drawn, legend, panel
 from .groups import Group, name_of, scaling_in_words
@@ -152,8 +153,8 @@ def _larger_batch(measured: Measured, carbon: Carbon) -> Iterator[tuple[list[str
     for row in _matches(measured):
         base, ours = row["standard"], row["sliceout"]
         time = 100 * ((ours["ms"] / ours["batch"]) / (base["ms"] / base["batch"]) - 1)
-        held = [x.get("max_reserved") or x.get("max_allocated") for x in (base, ours)]  # nothing is reserved on a CPU
-        memory = 100 * held[1] / held[0] if all(held) else None
+        before, after = held(base), held(ours)
+        memory = 100 * after / before if before and after else None
         joules = [energy.of_a_step(x) for x in (base, ours)]
         per_sample = [j / x["batch"] for j, x in zip(joules, (base, ours), strict=True) if j]
         saved = 100 * (per_sample[1] / per_sample[0] - 1) if len(per_sample) == 2 else None
