@@ -865,6 +865,15 @@ def test_a_table_that_is_kept_is_not_changed_by_others(gathering):
     assert torch.equal(smalls, fulls[:, :4])
 
 
+def test_entries_go_side_by_side_where_the_scale_begins_at_16_bytes():
+    axis = Slice(16, 0.5, sampling="window").axis()
+    full, small = torch.zeros(8, 16, device=DEVICE), torch.zeros(8, 8, device=DEVICE)
+    scales = torch.ones(18, dtype=torch.float64, device=DEVICE)
+    cut = axis.slice.start, axis.geometry
+    found = [many.layout(many.Piece(full, small, None, cut, col_scale=scales[i : i + 16]), False)[3] for i in range(3)]
+    assert found == [1, 0, 1]
+
+
 @pytest.mark.parametrize("grads", ["dense", "compact"])
 def test_a_step_counts_the_entries_that_its_tables_need_when_it_is_captured(gathering, fused, monkeypatch, grads):
     model = network(grads, "circular", torch.contiguous_format).float()

@@ -129,7 +129,9 @@ def test_what_the_warm_up_did_to_an_optimizer_is_undone(name: str, begun: bool) 
         train(twin, theirs, data[:2])
     before = _Snapshot(model, ours)
     train(model, ours, data[2:4])
+    names = [list(s) for s in ours.state.values()]
     before.restore()
+    assert [sorted(s) for s in ours.state.values()] == [sorted(n) for n in names], "the graph needs somewhere to write"
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
     train(model, ours, data[4:])
     train(twin, theirs, data[4:])
@@ -158,6 +160,20 @@ def test_a_loaded_state_is_copied_to_where_the_graph_updates_it() -> None:
     state.follow(optimizer)
     assert optimizer.state[p]["step"] is before["step"]
     assert before["exp_avg"].abs().sum() == before["step"] == 0
+
+
+def test_a_loaded_run_that_had_not_begun_begins_as_the_optimizer_does() -> None:
+    p = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.NAdam([p])
+    fresh = copy.deepcopy(optimizer.state_dict())
+    p.grad = torch.ones(3)
+    optimizer.step()
+    state, product = _State(optimizer), optimizer.state[p]["mu_product"]
+    assert product != 1
+    optimizer.load_state_dict(fresh)
+    state.follow(optimizer)
+    assert optimizer.state[p]["mu_product"] is product
+    assert product == 1
 
 
 @pytest.mark.parametrize(
