@@ -1,0 +1,89 @@
+"""Eager steps of several networks that take turns in one process, for cases that wait for the host.
+
+    python benchmarks/eager_turns.py --out results/h200-eager-turns.json
+
+How fast a shared machine's host is changes from process to process and from second to second, by more than what is to
+be measured. Here all networks meet the same host: each runs a few steps, then the next one, over and over; what counts
+is the ratio to standard dropout within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sliceout.lab import machine, results
+from sliceout.lab.bench.cases import Case
+from sliceout.lab.bench.work import WARMUP, build, set_precision, step_of
+
+SCHEMES = {"standard": {}, "floor": {}, "sliceout": {}, "sliceout compact": {"grads": "compact"}}
+AT_ONCE = 10
+"""Steps of a turn."""
+
+
+def measure(model: str, batch: int, rounds: int, device: torch.device) -> dict[str, Any]:
+    """Milliseconds of a step, and what part of standard dropout's they are: median, 10th and 90th percentile."""
+    precision = "bf16" if device.type == "cuda" else "fp32"
+    set_precision(precision)
+    torch.backends.cudnn.benchmark = True
+    steps = {}
+    for name, settings in SCHEMES.items():
+        case = Case(model, batch, name.split()[0], 0.5, "eager", precision, **settings)
+        steps[name] = step_of(build(case, device), batch)
+        for _ in range(WARMUP):
+            steps[name]()
+    turns: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            _wait(device)
+            start = time.perf_counter()
+            for _ in range(AT_ONCE):
+                step()
+            _wait(device)
+            turns[name].append(1000 * (time.perf_counter() - start) / AT_ONCE)
+    shares = {name: [a / b for a, b in zip(times, turns["standard"], strict=True)] for name, times in turns.items()}
+    return {name: {"ms": _spread(turns[name]), "of_standard": _spread(shares[name])} for name in steps}
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(values, n=10)
+    return {"median": statistics.median(values), "p10": cuts[0], "p90": cuts[-1]}
+
+
+def main() -> None:
+    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked.add_argument("--out", type=Path, required=True)
+    asked.add_argument("--model", default="wrn-28-10")
+    asked.add_argument("--batch", type=int, nargs="+", default=[128, 32])
+    asked.add_argument("--rounds", type=int, default=25)
+    asked.add_argument("--device", default="cuda")
+    asked.add_argument("--revision", help="where there is no repository")
+    given = asked.parse_args()
+    device = torch.device(given.device)
+    revision, dirty = (given.revision, False) if given.revision else results.revision()
+    record = {"machine": machine.describe(device), "revision": revision, "dirty": dirty, "model": given.model}
+    record |= {"rounds": given.rounds, "at_once": AT_ONCE, "batches": {}}
+    for batch in given.batch:
+        rows = record["batches"][batch] = measure(given.model, batch, given.rounds, device)
+        for name, row in rows.items():
+            ms, share = row["ms"], row["of_standard"]
+            print(
+                f"{given.model} b{batch:<5}{name:18}{ms['median']:7.2f} ms ({ms['p10']:.2f} to {ms['p90']:.2f})"
+                f"{share['median']:8.1%} of standard ({share['p10']:.1%} to {share['p90']:.1%})"
+            )
+    given.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
