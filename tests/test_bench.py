@@ -489,6 +489,29 @@ def test_a_target_is_about_its_own_rate_and_needs_something_to_compare() -> None
     assert (found["rate"], found["measured"]["time"]) == (0.5, 0.6)
     assert not page.judged(others)
     assert not page.judged([row(ours, 6.0)])
+    captured = [{**r, "mode": "captured-compiled"} for r in (standard, row(ours, 5.0))]
+    assert [r["measured"]["time"] for r in page.judged([standard, row(ours, 6.0), *captured])] == [0.6, 0.5]
+    assert not page.judged([{**r, "mode": "captured"} for r in (standard, row(ours, 5.0))])
+
+
+def test_the_page_tells_what_scripts_measured(tmp_path: Path) -> None:
+    write(tmp_path, [])
+    text = page.page(tmp_path)
+    assert "wait for the host" not in text
+    assert "denormal" not in text
+    origin = {"machine": {"device": "X", "torch": "2", "date": "2026-01-01"}, "revision": "a" * 40}
+    spread = {"median": 1.125, "p10": 1.0, "p90": 1.25}
+    batches = {"128": {"sliceout": {"ms": spread, "of_standard": spread}}}
+    turns = {**origin, "model": "wrn-28-10", "rounds": 25, "at_once": 10, "batches": batches}
+    kernels = {"take": 11.0, "put": 24.0, "Adam": 101.5}
+    row = {"kernels_at_first": kernels, "us_by_block": [291.5, 302.9], "kernels_at_last": kernels}
+    window = {**origin, "block": 250, "samplings": {"window": {**row, "denormal": 0.0056, "us_without": 294.8}}}
+    for name, data in (("eager-turns", turns), ("window-cost", window)):
+        (tmp_path / "results" / f"x-{name}.json").write_text(json.dumps(data))
+    text = page.page(tmp_path)
+    assert "| wrn-28-10 b128, sliceout | 1.12 (1.00 to 1.25) | 112.5% (100.0% to 125.0%) |" in text
+    assert "| window | 291.5 | 302.9 | 0.56% | 11.0, 24.0, 101.5 | 11.0, 24.0, 101.5 | 294.8 |" in text
+    assert "the last ones after 500;" in text
 
 
 def test_the_page_says_what_the_allocator_was_told(tmp_path: Path) -> None:

@@ -10,15 +10,14 @@ from typing import Any
 
 from ...payoff import MANY
 from .. import LabError
-from . import profile_page, show
+from . import profile_page, scripts_page, show
 from .cases import SUITES, case_of
 from .files import compared, held, read
 
 TEXT = """\
 # Performance: when SliceOut pays, and when it does not
 
-Written by `sliceout bench --docs` from the files in `results/bench`, `results/profile` and `results/payoff`: change
-those, not this page.
+Written by `sliceout bench --docs` from the files in `results`: change those, not this page.
 
 ## The argument
 
@@ -57,7 +56,9 @@ number for the same architecture on its own hardware, so it is a neighbour and n
 
 _MONOTONE = (
     "Time and memory should fall with the rate and rise with the width. A curve that goes the wrong way by up to "
-    f"{show.TOLERANCE:.0%} from one point to the next\ncounts as monotone: that much is noise.\n"
+    f"{show.TOLERANCE:.0%} from one point to the next\ncounts as monotone: that much is noise. From rate 0, where "
+    "nothing is sliced, to the first rate memory may rise: there are\nslices of the weights now, and in the backward "
+    "pass a layer holds its slice and its gradient at the same time.\n"
 )
 NOT_YET = "Not measured yet: no file in `results/bench` holds these cases.\n"
 
@@ -81,7 +82,9 @@ def page(folder: Path) -> str:
     """The text of the page for the result files under ``folder``."""
     found = [(p.name, read(p)) for p in sorted((folder / "results" / "bench").glob("*.json"))]
     parts = [TEXT, "\n## What was asked for, and what came out\n", *_targets(found)]
-    parts += ["\n## Circular and window\n", *_samplings(found)]
+    if turns := scripts_page.turns(folder):
+        parts += ["\n## Eager steps that wait for the host\n", *turns]
+    parts += ["\n## Circular and window\n", *_samplings(found), *scripts_page.windows(folder)]
     for name, data in found:
         parts.append(f"\n## {_title(name, data)}\n")
         parts.append(_origin(name, data))
@@ -127,8 +130,8 @@ def _match(data: dict[str, Any]) -> str:
 def judged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The targets for which ``rows`` hold a SliceOut case and one to compare it with, each with what was measured.
 
-    Where a target does not say which gradients, the kind counts that misses fewest of its figures, then the faster one;
-    ``others`` names those it was chosen from.
+    A captured step of a compiled model counts as compiled. Where a target does not say which gradients, the kind counts
+    that misses fewest of its figures, then the faster one; ``others`` names those it was chosen from.
     """
     found = []
     ours = [
@@ -137,13 +140,17 @@ def judged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]  # fmt: skip
     for target in tomllib.loads(SUITES.read_text())["target"]:
         alike: dict[Any, list[dict[str, Any]]] = {}
+        modes = target["mode"], f"captured-{target['mode']}"
         for row in ours:
-            if all(row[k] == target.get(k, row[k]) for k in ("model", "mode", "batch", "rate", "grads")):
+            if row["mode"] in modes and all(row[k] == target.get(k, row[k]) for k in _SAME):
                 alike.setdefault(case_of(row).setting, []).append({**row, "wanted": target, "measured": _figures(row)})
         for same in alike.values():
             best = min(same, key=_misses)
             found.append({**best, "others": [r["grads"] for r in same if r is not best]})
     return found
+
+
+_SAME = ("model", "batch", "rate", "grads")
 
 
 def _figures(row: dict[str, Any]) -> dict[str, float | None]:

@@ -114,11 +114,11 @@ def measure(step: Callable[[], Any], work: Work, seconds: float) -> dict[str, An
     """Time and memory of a step that is repeated."""
     device = work.device
     found = settled_memory(step, work, work.case.batch)
-    first = _times(step, device, 5)
+    first = step_times(step, device, 5)
     each = max(min(int(1000 * seconds / 3 / max(statistics.median(first), 1e-3)), 2000), 4)
     meter = energy.meter(device)
     before, start = meter() if meter else 0.0, time.perf_counter()
-    times = [t for _ in range(3) for t in _times(step, device, each)]
+    times = [t for _ in range(3) for t in step_times(step, device, each)]
     wall, joules = time.perf_counter() - start, meter() - before if meter else None
     cuts = statistics.quantiles(times, n=10)
     found |= {
@@ -132,7 +132,7 @@ def measure(step: Callable[[], Any], work: Work, seconds: float) -> dict[str, An
     return found
 
 
-def _times(step: Callable[[], Any], device: torch.device, n: int) -> list[float]:
+def step_times(step: Callable[[], Any], device: torch.device, n: int) -> list[float]:
     """Milliseconds of ``n`` steps: on a GPU, between marks on the device, without waiting in between."""
     if device.type != "cuda":
         out = []

@@ -1,0 +1,69 @@
+"""Sections of ``docs/performance.md`` about what scripts in ``benchmarks/`` measured beside the bench."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def turns(folder: Path) -> list[str]:
+    """Eager steps that take turns (``benchmarks/eager_turns.py``)."""
+    parts = []
+    for origin, data in _found(folder, "eager-turns"):
+        lines = ["| case | ms (p10 to p90) | of standard, within a round (p10 to p90) |", "|---|---:|---:|"]
+        for batch, rows in data["batches"].items():
+            for name, row in rows.items():
+                ms, share = row["ms"], row["of_standard"]
+                lines.append(
+                    f"| {data['model']} b{batch}, {name} | {ms['median']:.2f} ({ms['p10']:.2f} to {ms['p90']:.2f}) "
+                    f"| {share['median']:.1%} ({share['p10']:.1%} to {share['p90']:.1%}) |"
+                )
+        text = (
+            "How fast the host of a shared machine is changes from process to process by more than slicing costs.\n"
+            f"Here the networks take turns in one process, {data['at_once']} steps each, {data['rounds']} rounds: "
+            f"all meet the same host.\n{origin}\n"
+        )
+        parts += [text, "\n".join(lines) + "\n"]
+    return parts
+
+
+def windows(folder: Path) -> list[str]:
+    """Where the difference comes from with dense gradients and Adam (``benchmarks/window_cost.py``)."""
+    parts = []
+    for origin, data in _found(folder, "window-cost"):
+        lines = [
+            "| slices | first steps, µs | last | denormal | take, put, Adam at first | at last | set to zero |",
+            "|---|---:|---:|---:|---:|---:|---:|",
+        ]
+        for sampling, row in data["samplings"].items():
+            kernels = [", ".join(f"{us:.1f}" for us in row[when].values()) for when in _WHEN]
+            first, last = row["us_by_block"][0], row["us_by_block"][-1]
+            cells = [sampling, f"{first:.1f}", f"{last:.1f}", f"{row['denormal']:.2%}", *kernels]
+            lines.append(f"| {' | '.join(cells)} | {row['us_without']:.1f} |")
+        steps = len(data["samplings"]["window"]["us_by_block"]) * data["block"]
+        text = (
+            "Of the MLP with dense gradients, captured: a window reads a factor for every unit in `take` and `put`.\n"
+            "And weights at the ends of two windows are rarely kept together: their gradients are zero for so long\n"
+            "that Adam's first average decays into denormal numbers, which torch's fused Adam divides slowly. Compact\n"
+            f"gradients leave such averages alone. Medians of {data['block']} steps, the last ones after {steps:,}; "
+            f"then with all\naverages below 1e-30 set to zero. {origin}\n"
+        )
+        parts += [text, "\n".join(lines) + "\n"]
+    return parts
+
+
+_WHEN = ("kernels_at_first", "kernels_at_last")
+
+
+def _found(folder: Path, kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Result files of this kind, each with a line that says where it comes from."""
+    for path in sorted((folder / "results").glob(f"*-{kind}.json")):
+        data = json.loads(path.read_text())
+        about, script = data["machine"], f"benchmarks/{kind.replace('-', '_')}.py"
+        yield (
+            f"`python {script}`, {about['device']}, revision {data['revision'][:12]}, {about['date'][:10]}, torch "
+            f"{about['torch']} ([results/{path.name}](../results/{path.name})).",
+            data,
+        )
