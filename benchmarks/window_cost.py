@@ -3,8 +3,8 @@
     python benchmarks/window_cost.py --out results/h200-window-cost.json
 
 Weights at the ends of two windows are rarely kept together, so that most of their gradients are zero and Adam's first
-average decays into the denormal numbers, which its division is slow for. Here the same step is timed for some thousand
-steps, with what each kernel takes at the beginning and at the end; then all that is next to nothing is set to zero.
+average decays into the denormal numbers. Here the same step is timed for some thousand steps, with what each kernel
+takes at the beginning and at the end; then all that is next to nothing is set to zero.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def test_commands_are_found() -> None:
 def test_the_summary_in_the_readme_is_that_of_the_results() -> None:
     """It is written by hand: how long steps take, and no gain in accuracy over standard dropout."""
     told = " ".join((ROOT / "README.md").read_text().split())
-    assert "accuracy is at best level with dropout" in told
+    assert "Accuracy is at best level with dropout" in told
     measured = docs.load_committed(ROOT)
     found = groups.group(measured.runs)
     sliced = [g for g in found if g.scheme == "sliceout"]
@@ -86,11 +86,13 @@ def test_the_summary_in_the_readme_is_that_of_the_results() -> None:
     speeds = speedups(timing.steps(measured, found))[1]
     shares = [pair.time for _, pair, _, _ in speeds if pair and "H200" in pair.step.device]
     assert (
-        f"on the H200 a step takes {min(shares):.0f} to {max(shares):.0f} % of the time, except in eager code" in told
+        f"on the H200 a step takes {min(shares):.0f} to {max(shares):.0f} % of the time, except where it waits for "
+        "launches: in eager code and under `torch.compile` without CUDA graphs, at small batches" in told
     )
     steps = timing.steps(measured, found)
     slower = [p.step for p in _all_pairs(steps) if "H200" in p.step.device and p.time > 100]
-    assert {s.mode for s in slower} <= {"eager"}, "the exception that the readme makes"
+    assert {s.mode for s in slower} == {"eager", "compiled-default"}, "the exceptions that the readme makes"
+    assert all(s.batch <= 128 for s in slower)
 
 
 def _all_pairs(steps: list[timing.Step]) -> list[timing.Pair]:

@@ -30,7 +30,7 @@ def turns(folder: Path) -> list[str]:
 
 
 def windows(folder: Path) -> list[str]:
-    """Where the difference comes from with dense gradients and Adam (``benchmarks/window_cost.py``)."""
+    """What the difference is made of with dense gradients and Adam (``benchmarks/window_cost.py``)."""
     parts = []
     for origin, data in _found(folder, "window-cost"):
         lines = [
@@ -46,9 +46,10 @@ def windows(folder: Path) -> list[str]:
         text = (
             "Of the MLP with dense gradients, captured: a window reads a factor for every unit in `take` and `put`.\n"
             "And weights at the ends of two windows are rarely kept together: their gradients are zero for so long\n"
-            "that Adam's first average decays into denormal numbers, which torch's fused Adam divides slowly. Compact\n"
-            f"gradients leave such averages alone. Medians of {data['block']} steps, the last ones after {steps:,}; "
-            f"then with all\naverages below 1e-30 set to zero. {origin}\n"
+            "that Adam's first average decays into denormal numbers. Compact gradients leave such averages alone.\n"
+            f"Medians of {data['block']} steps, the last ones after {steps:,}; then with all averages below 1e-30 set "
+            "to zero. Kernel\ntimes are those of the profiler, which does not show what the denormal numbers cost: the "
+            f"last column does.\n{origin}\n"
         )
         parts += [text, "\n".join(lines) + "\n"]
     return parts

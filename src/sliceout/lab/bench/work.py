@@ -151,8 +151,8 @@ def _loss(out: Any, target: Tensor) -> Tensor:
 def _optimizer(case: Case, net: nn.Module, device: torch.device) -> torch.optim.Optimizer:
     """The paper's optimizers in their fastest form; RMSprop has no fused kernel, so EfficientNet gets SGD.
 
-    Their rate is next to nothing, so that all steps have the numbers of the first: a thousand steps of learning one
-    batch leave dead units and, in Adam's averages, denormal numbers.
+    Their rate is next to nothing, so that all steps have the weights of the first: a thousand steps of learning one
+    batch would leave dead units.
     """
     fused = device.type == "cuda"
     parameters = [p for p in net.parameters() if p.requires_grad]
