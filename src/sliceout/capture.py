@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from . import draws
-from .ops import tables, without_views
+from .ops import inlined, tables, without_views
 from .slices import Slices
 
 
@@ -82,7 +82,12 @@ class CapturedStep:
         kept = _Snapshot(model, optimizer)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with draws.paused(), without_views(), torch.cuda.stream(side):  # the kernels that the graph will hold
+        with (
+            draws.paused(),
+            without_views(),
+            inlined.for_graphs(),
+            torch.cuda.stream(side),
+        ):  # as the graph will have it
             for _ in range(max(warmup, 1)):
                 with tables.counted() as needed:
                     step()

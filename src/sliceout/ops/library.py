@@ -1,4 +1,4 @@
-"""``sliceout::take`` and friends: the registered ops that compiled and captured steps call.
+"""``sliceout::take`` and friends: the registered ops that compiled and captured steps call, or inline (``inlined``).
 
 ==========================  ===========================================================================
 ``take(full) -> small``     the kept rows and columns, scaled, in the wanted dtype
@@ -17,12 +17,13 @@ Starts are tensors: no op ever looks at their value on the host, except the CPU 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import reference, views
+from . import inlined, reference, views
 
 _library = torch.library.Library("sliceout", "DEF")
 _SLICE = "Tensor? row_start, Tensor? col_start, int[] rows, int[] cols, Tensor? row_scale, Tensor? col_scale"
@@ -168,43 +169,57 @@ _library.impl("update_statistics_", _update_statistics_cpu, "CPU")
 _library.impl("update_statistics_", _update_statistics_cuda, "CUDA")
 
 
-@torch.library.register_fake("sliceout::take", lib=_library)
+def _fake(name: str) -> Callable[[Any], Any]:
+    """Register what an op makes of fake tensors. Every tracer asks for that, Inductor too: it is told the rest then."""
+
+    def register(fake: Any) -> Any:
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            inlined.tell_inductor()
+            return fake(*args, **kwargs)
+
+        torch.library.register_fake(f"sliceout::{name}", traced, lib=_library)
+        return fake
+
+    return register
+
+
+@_fake("take")
 def _take_fake(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype):  # type: ignore[no-untyped-def]
     return views.empty_small(full, rows, cols, dtype)
 
 
-@torch.library.register_fake("sliceout::take_for", lib=_library)
+@_fake("take_for")
 def _take_for_fake(stand_in, full, row_start, col_start, rows, cols, row_scale, col_scale, dtype):  # type: ignore[no-untyped-def]
     return views.empty_small(full, rows, cols, dtype)
 
 
-@torch.library.register_fake("sliceout::put", lib=_library)
+@_fake("put")
 def _put_fake(small, row_start, col_start, rows, cols, row_scale, col_scale, shape, channels_last, dtype):  # type: ignore[no-untyped-def]
     return _empty_full(small, shape, channels_last, dtype)
 
 
-@torch.library.register_fake("sliceout::store_", lib=_library)
+@_fake("store_")
 def _store_fake(full: Tensor, small: Tensor, start: Tensor, rows: list[int]) -> None:
     return None
 
 
-@torch.library.register_fake("sliceout::take_pair", lib=_library)
+@_fake("take_pair")
 def _take_pair_fake(first: Tensor, second: Tensor, start: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
     return views.empty_small(first, rows, []), views.empty_small(second, rows, [])
 
 
-@torch.library.register_fake("sliceout::take_pair_for", lib=_library)
+@_fake("take_pair_for")
 def _take_pair_for_fake(first_stand_in, second_stand_in, first, second, start, rows):  # type: ignore[no-untyped-def]
     return _take_pair_fake(first, second, start, rows)
 
 
-@torch.library.register_fake("sliceout::put_pair", lib=_library)
+@_fake("put_pair")
 def _put_pair_fake(first: Tensor, second: Tensor, start: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
     shape = _full_shape(rows)
     return _empty_full(first, shape, False, first.dtype), _empty_full(second, shape, False, second.dtype)
 
 
-@torch.library.register_fake("sliceout::update_statistics_", lib=_library)
+@_fake("update_statistics_")
 def _update_statistics_fake(mean, var, batches, batch_mean, batch_var, start, rows, momentum):  # type: ignore[no-untyped-def]
     return None
 

@@ -1,0 +1,161 @@
+"""take and put as Inductor's own code: the index arithmetic of ``reference``, entry by entry.
+
+An entry is computed where it is needed, so that Inductor fuses it with what is around it: the weight of a norm is taken
+inside the kernel that normalises. Imported by ``inlined`` once Inductor is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._inductor.ir import Pointwise
+from torch._inductor.lowering import mutate_to
+from torch._inductor.virtualized import ops
+from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+
+
+def _split(i: Any, length: int, inner: int) -> tuple[Any, Any, Any]:
+    """A place along an axis whose blocks have ``length`` units: block, unit, place in the unit."""
+    return FloorDiv(i, length * inner), ModularIndexing(i, inner, length), ModularIndexing(i, 1, inner)
+
+
+def _source(i: Any, start: Any, geometry: Sequence[int]) -> tuple[Any, Any]:
+    """Place along the small axis -> (place along the full one, its unit), as ``reference.sources``."""
+    size, width, blocks, inner = geometry
+    block, unit, rest = _split(i, width, inner)
+    if _is_table(start):
+        at = start.make_loader()([unit])
+    else:
+        at = ops.add(start.make_loader()([0]), ops.index_expr(unit, torch.int64))
+        at = ops.where(ops.ge(at, _whole(size)), ops.sub(at, _whole(size)), at)
+    place = ops.add(ops.index_expr(block * (size * inner) + rest, torch.int64), ops.mul(at, _whole(inner)))
+    return _index(place, blocks * size * inner), at
+
+
+def _target(i: Any, start: Any, geometry: Sequence[int]) -> tuple[Any, Any, Any]:
+    """Place along the full axis -> (place along the small one, whether it is kept, its unit): ``reference.targets``."""
+    size, width, blocks, inner = geometry
+    block, unit, rest = _split(i, size, inner)
+    if _is_table(start):
+        offset = start.make_loader()([size + unit])
+    else:
+        offset = ops.sub(ops.index_expr(unit, torch.int64), start.make_loader()([0]))
+        offset = ops.where(ops.lt(offset, _whole(0)), ops.add(offset, _whole(size)), offset)
+    place = ops.add(ops.index_expr(block * (width * inner) + rest, torch.int64), ops.mul(offset, _whole(inner)))
+    return _index(place, blocks * width * inner), ops.lt(offset, _whole(width)), ops.index_expr(unit, torch.int64)
+
+
+def _is_table(start: Any) -> bool:
+    return start.get_size()[0] != 1  # type: ignore[no-any-return]
+
+
+def _whole(number: int) -> Any:
+    return ops.constant(number, torch.int64)
+
+
+def _index(value: Any, length: int) -> Any:
+    return ops.indirect_indexing(value, length, check=False, wrap_neg=False)
+
+
+def _sides(*sides: tuple[Any, Any, Any]) -> list[tuple[int, Any, Any, Any]]:
+    """Dimension, start, geometry and scale of those that are sliced."""
+    return [(dim, *side) for dim, side in enumerate(sides) if side[0] is not None]
+
+
+def _scaled(value: Any, sides: list[tuple[int, Any, Any, Any]], units: list[Any], wide: torch.dtype) -> Any:
+    for (*_, scale), unit in zip(sides, units, strict=True):
+        if scale is not None:
+            factor = scale.make_loader()([_index(unit, scale.get_size()[0])])
+            value = ops.mul(ops.to_dtype(value, wide), ops.to_dtype(factor, wide))
+    return value
+
+
+def _made(like: Any, shape: Sequence[Any], dtype: torch.dtype, entry: Callable[[Any], Any]) -> Any:
+    return Pointwise.create(device=like.get_device(), dtype=dtype, inner_fn=entry, ranges=list(shape))
+
+
+def _take(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype):  # type: ignore[no-untyped-def]
+    sides = _sides((row_start, rows, row_scale), (col_start, cols, col_scale))
+    wide = torch.promote_types(full.get_dtype(), torch.float32)
+    load, dtype = full.make_loader(), dtype or full.get_dtype()
+
+    def entry(index: Any) -> Any:
+        at, units = list(index), []
+        for dim, start, geometry, _ in sides:
+            at[dim], unit = _source(index[dim], start, geometry)
+            units.append(unit)
+        return ops.to_dtype(_scaled(load(at), sides, units, wide), dtype)
+
+    shape = list(full.get_size())
+    for dim, _, (_, width, blocks, inner), _ in sides:
+        shape[dim] = blocks * width * inner
+    return _made(full, shape, dtype, entry)
+
+
+def _put(small, row_start, col_start, rows, cols, row_scale, col_scale, shape, channels_last, dtype):  # type: ignore[no-untyped-def]
+    sides = _sides((row_start, rows, row_scale), (col_start, cols, col_scale))
+    wide = torch.promote_types(torch.promote_types(small.get_dtype(), dtype), torch.float32)
+    load = small.make_loader()
+
+    def entry(index: Any) -> Any:
+        at, kept, units = list(index), None, []
+        for dim, start, geometry, _ in sides:
+            at[dim], here, unit = _target(index[dim], start, geometry)
+            kept = here if kept is None else ops.and_(kept, here)
+            units.append(unit)
+        there = ops.masked(kept, lambda: _scaled(ops.to_dtype(load(at), wide), sides, units, wide), 0.0)
+        return ops.to_dtype(there, dtype)
+
+    return _made(small, shape, dtype, entry)
+
+
+def _take_pair(first, second, start, rows):  # type: ignore[no-untyped-def]
+    return tuple(_take(full, start, None, rows, [], None, None, None) for full in (first, second))
+
+
+def _put_pair(first, second, start, rows):  # type: ignore[no-untyped-def]
+    size, _, blocks, inner = rows
+    shape = [size * blocks * inner]
+    return tuple(
+        _put(small, start, None, rows, [], None, None, shape, False, small.get_dtype()) for small in (first, second)
+    )
+
+
+def _update_statistics(mean, var, batches, batch_mean, batch_var, start, rows, momentum):  # type: ignore[no-untyped-def]
+    def moved(full: Any, batch: Any) -> Any:
+        dtype = full.get_dtype()
+        wide = torch.promote_types(dtype, torch.float32)
+        load, new = full.make_loader(), batch.make_loader()
+
+        def entry(index: Any) -> Any:
+            at, kept, _ = _target(index[0], start, rows)
+            old = load(index)
+            there = ops.masked(kept, lambda: ops.to_dtype(new([at]), wide), 0.0)
+            mixed = ops.add(
+                ops.mul(ops.to_dtype(old, wide), ops.constant(1 - momentum, wide)),
+                ops.mul(there, ops.constant(momentum, wide)),
+            )
+            return ops.where(kept, ops.to_dtype(mixed, dtype), old)
+
+        return _made(full, full.get_size(), dtype, entry)
+
+    for full, batch in ((mean, batch_mean), (var, batch_var)):
+        mutate_to(full, moved(full, batch))
+    if batches is not None:
+        count, dtype = batches.make_loader(), batches.get_dtype()
+        more = _made(batches, batches.get_size(), dtype, lambda i: ops.add(count(i), ops.constant(1, dtype)))
+        mutate_to(batches, more)
+
+
+INLINE: dict[str, Callable[..., Any]] = {
+    "take": _take,
+    "take_for": lambda stand_in, *args: _take(*args),
+    "put": _put,
+    "take_pair": _take_pair,
+    "take_pair_for": lambda first, second, *args: _take_pair(*args),
+    "put_pair": _put_pair,
+    "update_statistics_": _update_statistics,
+}
+"""By the name of the operation, with the arguments that it takes."""

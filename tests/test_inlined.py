@@ -1,0 +1,113 @@
+"""Compiled graphs without CUDA graphs: Inductor writes take and put itself, by their definition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import SGD
+
+from networks import NETWORKS, build, data, train_step
+from opcases import listed
+from sliceout import Slice
+from sliceout import nn as snn
+from sliceout.ops import inlined, library, reference, views
+from test_compile import assert_same_training, compiled
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def on_cpu(monkeypatch) -> Iterator[None]:
+    """As on a GPU; what is compiled is not kept, since others on this machine expect something else of it."""
+    monkeypatch.setattr(inlined, "DEVICES", ("cpu", "cuda"))
+    with torch.compiler.config.patch(force_disable_caches=True):
+        yield
+
+
+@pytest.mark.slow
+def test_every_kind_of_take_and_put_equals_its_definition(on_cpu):
+    found = [c for c in listed() if c.layout != "transposed" and max(c.shape) < 1000]
+    assert len(found) > 10
+    fulls = [c.full() for c in found]
+
+    def both(fulls: list[Tensor], smalls: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        ops = torch.ops.sliceout
+        return [
+            (
+                ops.take(full, *c.args, c.target),
+                ops.put(small, *c.args, full.shape, views.is_channels_last(full), c.dtype),
+            )
+            for c, full, small in zip(found, fulls, smalls, strict=True)
+        ]
+
+    smalls = [torch.randn_like(library._take_cpu(f, *c.args, c.target)) for c, f in zip(found, fulls, strict=True)]
+    taken, (code, *_) = run_and_get_code(torch.compile(both, fullgraph=True), fulls, smalls)
+    assert "sliceout" not in code.replace("sliceout::", "")
+    for c, full, small, (ours, put) in zip(found, fulls, smalls, taken, strict=True):
+        want = reference.take(full, *c.args, c.target), reference.put(small, *c.args, c.dtype)
+        tolerance = (
+            {"rtol": 1e-2, "atol": 0.0} if torch.bfloat16 in (c.dtype, c.target) else {"rtol": 1e-6, "atol": 0.0}
+        )
+        torch.testing.assert_close(ours, want[0], msg=lambda m, c=c: f"{c}: {m}", **tolerance)
+        torch.testing.assert_close(put, want[1], msg=lambda m, c=c: f"{c}: {m}", **tolerance)
+        assert put.stride() == full.stride(), c
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "grads"), [*((name, "dense") for name in NETWORKS), ("convnet", "compact")])
+def test_training_equals_eager_training(name, grads, on_cpu, float64):
+    settings = {"sampling": "window", "grads": grads}
+    model, twin, x = build(name, **settings), build(name, **settings), data(name)
+    if name == "convnet":
+        model, twin, x = (t.to(memory_format=torch.channels_last) for t in (model, twin, x))
+    with torch._dynamo.config.patch(error_on_recompile=True), sdpa_kernel(SDPBackend.MATH):
+        assert_same_training(compiled(model, "inductor"), twin, x)
+
+
+def calls(x: Tensor, **options) -> int:
+    """How many of our operations the code for a small network calls."""
+    torch._dynamo.reset()
+    s = Slice(8)
+    layers = snn.Conv2d(3, 8, 1, out_slice=s, bias=False), snn.BatchNorm2d(8, slice=s), snn.Conv2d(8, 4, 1, in_slice=s)
+    model = torch.nn.Sequential(*layers).to(x.device)
+    fast = torch.compile(model, fullgraph=True, options=options)
+    _, code = run_and_get_code(lambda: train_step(fast, x, SGD(model.parameters(), lr=0.1)))
+    return sum(text.count("torch.ops.sliceout.") for text in code)
+
+
+def test_operations_are_called_where_a_graph_replays_them(on_cpu):
+    x = torch.randn(2, 3, 4, 4)
+    assert calls(x) == 0
+    called = calls(x, **{"triton.cudagraphs": True})
+    assert called >= 6
+    with inlined.for_graphs():
+        with inlined.for_graphs():
+            pass
+        assert calls(x) == called
+
+
+def test_on_the_cpu_they_are_called():
+    assert calls(torch.randn(2, 3, 4, 4)) >= 6
+
+
+@pytest.mark.slow
+def test_what_was_compiled_for_a_graph_is_not_found_again_without_one(monkeypatch, tmp_path):
+    monkeypatch.setattr(inlined, "DEVICES", ("cpu", "cuda"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x = torch.randn(2, 3, 4, 4)
+    with config.patch(fx_graph_cache=True):
+        for _ in range(2):
+            with inlined.for_graphs():
+                assert calls(x) >= 6
+            assert calls(x) == 0
