@@ -40,6 +40,7 @@ from networks import (
     train_step,
 )
 from sliceout import nn as snn
+from sliceout.ops import inlined
 
 DEVICE = os.environ.get("SLICEOUT_TEST_DEVICE", "cuda")
 BF16 = 2.0**-8  # half a unit in the last place, relative
@@ -311,6 +312,7 @@ def test_training_step_does_not_synchronise(name, optimizer, way):
 
 def launches(model: nn.Module, x: Tensor) -> tuple[int, dict[str, int]]:
     """Kernels that Inductor made for a training step, and how often it calls each of our ops."""
+    torch._dynamo.reset()
     fast = torch.compile(model, fullgraph=True)
     _, codes = run_and_get_code(lambda: loss_of(fast, x).backward())
     code = "\n".join(codes)
@@ -329,11 +331,12 @@ def test_a_compiled_batch_norm_costs_three_launches_and_saves_the_one_that_count
     )
     small = nn.Conv2d(16, 32, 3, bias=False), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 16, 3, bias=False)
     x = torch.randn(32, 16, 16, 16, device=DEVICE).to(memory_format=torch.channels_last)
-    (generated, ours), (narrow, _) = (
-        launches(m.to(DEVICE, memory_format=torch.channels_last), x) for m in (sliced, nn.Sequential(*small))
-    )
+    sliced, narrow = (m.to(DEVICE, memory_format=torch.channels_last) for m in (sliced, nn.Sequential(*small)))
+    with inlined.for_graphs():
+        generated, ours = launches(sliced, x)
     assert ours == {"take": 2, "put": 2, "take_pair": 1, "put_pair": 1, "update_statistics_": 1}
-    assert generated == narrow - 1
+    assert generated == launches(narrow, x)[0] - 1
+    assert not launches(sliced, x)[1], "inlined where no graph replays them"
 
 
 # -- CUDA graphs -------------------------------------------------------------------------------------------------------
