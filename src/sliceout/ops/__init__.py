@@ -7,10 +7,11 @@ implementation, is answered here:
 - other eager code: views (``views``), except for subsets, whose units do not lie side by side;
 - everything else: the registered op (``library``), which on CUDA is one Triton kernel (``kernels``).
 
-In a compiled graph the op stands by itself although Inductor could melt ``reference`` into its neighbours: the index
-arithmetic then runs once per activation instead of once per parameter, and the step was slower for it
+In a compiled graph that is replayed the op stands by itself although Inductor could melt it into its neighbours: the
+index arithmetic then runs once per activation instead of once per parameter, and the step was slower for it
 (``results/h200-wrn-28-10.md``, call 1). Of vectors it is the launches that cost, so there those of one layer share one
-(:func:`one_launch`).
+(:func:`one_launch`). In a compiled graph that is not replayed, each call of an op costs the host more than that: there
+they are melted in (``inlined``, ``lowerings``).
 """
 
 from __future__ import annotations
