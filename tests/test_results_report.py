@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import fake_results as fake
 from sliceout.lab import LabError, cli, report
-from sliceout.lab.report import compare, docs, findings, groups, html, paper, reading, stats, timing
+from sliceout.lab.report import compare, docs, findings, groups, html, paper, reading, speed, stats, timing
 from sliceout.lab.report.build import pages
 from sliceout.lab.report.frontier import wrn_flops
 from sliceout.lab.report.page import markdown
@@ -173,12 +174,25 @@ def test_a_step_is_compared_in_the_mode_where_its_baseline_is_fastest() -> None:
     assert slow.step.mode == "compiled"
 
 
-def test_the_fastest_baseline_is_the_one_of_the_most_samples_a_second_and_of_a_plain_allocator() -> None:
-    def step(scheme: str, batch: int, mode: str, ms: float, **other: str) -> timing.Step:
-        shared = {"sampling": "circular", "norm": None, "grads": "dense", "precision": "bf16", "device": "a", "size": 1}
-        rest = {"source": "f", "spread": None, "reserved": None, "allocated": None, "joules": None}
-        return timing.Step("wrn", batch, scheme, 0.5, mode=mode, ms=ms, **shared, **(rest | other))
+def step(scheme: str, batch: int, mode: str, ms: float, **other: Any) -> timing.Step:
+    shared = {"sampling": "circular", "norm": None, "grads": "dense", "precision": "bf16", "device": "a", "size": 1}
+    rest = {"source": "f", "spread": None, "reserved": None, "allocated": None, "joules": None, "rate": 0.5}
+    return timing.Step("wrn", batch, scheme, mode=mode, ms=ms, **(shared | rest | other))
 
+
+def test_a_curve_over_the_rate_is_of_one_setting() -> None:
+    captured = [step("sliceout", 128, "captured", 10.0 - rate, rate=rate) for rate in (0.1, 0.5, 0.9)]
+    captured.append(step("standard", 128, "captured", 10.0))
+    faster = [step(s, 128, "compiled", 1.0, source="g") for s in ("standard", "sliceout")]
+    other = [step("sliceout", 128, "captured", 1.0, **kind) for kind in ({"grads": "compact"}, {"sampling": "window"})]
+    assert speed._longest_curve([*faster, *other, *captured]) == ([0.1, 0.5, 0.9], captured)
+    assert speed._longest_curve([]) == ([], [])
+    drawn = speed.steps_by_rate([*faster, *other, *captured])
+    assert [d.name for d in drawn] == ["time-by-rate-wrn"]
+    assert "captured" in drawn[0].caption
+
+
+def test_the_fastest_baseline_is_the_one_of_the_most_samples_a_second_and_of_a_plain_allocator() -> None:
     both = ("standard", "sliceout")
     steps = [step(s, 32, "eager", 11.0) for s in both] + [step(s, 128, "compiled", 12.0) for s in both]
     tuned = {"allocator": "expandable_segments:True", "source": "g"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from . import paper
 from .figures import COLOURS, Drawn, legend, panel
@@ -18,16 +19,16 @@ def steps_by_rate(steps: Sequence[Step]) -> list[Drawn]:
     """Time and memory of a benchmark over the rate, one picture a network and a kind of number."""
     out: list[Drawn] = []
     for model in sorted({s.model for s in steps}, key=_by_number):
-        rates = sorted({s.rate for s in steps if s.model == model and s.scheme == "sliceout"})
+        rates, alike = _longest_curve([s for s in steps if s.model == model])
         if len(rates) < 3:
             continue
-        pairs = [(r, p) for r in rates if (p := _pair(steps, model, r)) is not None]
+        pairs = [(r, p) for r in rates if (p := _pair(alike, model, r)) is not None]
         for what, unit in (("time", "time of a step"), ("memory", "memory held by the allocator")):
             points = [(r, v) for r, p in pairs if (v := getattr(p, what)) is not None]
             floor = [
                 (r, 100 * _part(f, what) / _part(p.base, what))
                 for r, p in pairs
-                if (f := _floor(steps, p.step)) and _part(f, what)
+                if (f := _floor(alike, p.step)) and _part(f, what)
             ]
             if len(points) < 2:
                 continue
@@ -43,6 +44,7 @@ def steps_by_rate(steps: Sequence[Step]) -> list[Drawn]:
                         *zip(*floor, strict=True),
                         color=COLOURS["floor"],
                         label="narrow network: the floor",
+                        marker="|",
                         linewidth=1.2,
                     )
                 if theirs := _papers_by_rate(model, what):
@@ -60,6 +62,23 @@ def steps_by_rate(steps: Sequence[Step]) -> list[Drawn]:
                 axes.set_ylabel(f"% of {base}")
                 legend(axes, 3)
     return out
+
+
+def _longest_curve(steps: Sequence[Step]) -> tuple[list[float], list[Step]]:
+    """The rates at which one kind of SliceOut was timed in one setting, where there are most, and the steps there."""
+    rates: dict[Any, set[float]] = {}
+    for s in steps:
+        if s.scheme == "sliceout":
+            rates.setdefault((s.setting, s.allocator, s.grads, s.sampling), set()).add(s.rate)
+    if not rates:
+        return [], []
+    setting, allocator, *kind = best = max(rates, key=lambda key: len(rates[key]))
+    alike = [
+        s for s in steps
+        if (s.setting, s.allocator) == (setting, allocator)
+        and (s.scheme != "sliceout" or [s.grads, s.sampling] == kind)
+    ]  # fmt: skip
+    return sorted(rates[best]), alike
 
 
 def _pair(steps: Sequence[Step], model: str, rate: float) -> Pair | None:
