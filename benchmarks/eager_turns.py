@@ -68,10 +68,9 @@ def main() -> None:
     asked.add_argument("--batch", type=int, nargs="+", default=[128, 32])
     asked.add_argument("--rounds", type=int, default=25)
     asked.add_argument("--device", default="cuda")
-    asked.add_argument("--revision", help="where there is no repository")
     given = asked.parse_args()
     device = torch.device(given.device)
-    revision, dirty = (given.revision, False) if given.revision else results.revision()
+    revision, dirty = results.revision()
     record = {"machine": machine.describe(device), "revision": revision, "dirty": dirty, "model": given.model}
     record |= {"rounds": given.rounds, "at_once": AT_ONCE, "batches": {}}
     for batch in given.batch:

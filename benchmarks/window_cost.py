@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from sliceout.lab import machine, results
+from sliceout.lab.bench import profile
 from sliceout.lab.bench.cases import Case
 from sliceout.lab.bench.work import WARMUP, build, set_precision, step_of
 from sliceout.lab.bench.worker import step_times
@@ -56,28 +57,19 @@ def measure(sampling: str, device: torch.device) -> dict[str, Any]:
 
 def kernels(step: Callable[[], Any], steps: int = 20) -> dict[str, float]:
     """Microseconds of a step in kernels of each kind."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        for _ in range(steps):
-            step()
-        torch.cuda.synchronize()
-    spent = dict.fromkeys(KERNELS, 0.0)
-    for event in seen.events() or ():
-        for kind, name in KERNELS.items():
-            if name in event.name:
-                spent[kind] += event.device_time / steps
-    return spent
+    ran = profile.kernels(step, steps)
+    return {
+        kind: sum(end - start for name, start, end in ran if part in name) / steps for kind, part in KERNELS.items()
+    }
 
 
 def main() -> None:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("--out", type=Path, required=True)
     asked.add_argument("--device", default="cuda")
-    asked.add_argument("--revision", help="where there is no repository")
     given = asked.parse_args()
     device = torch.device(given.device)
-    revision, dirty = (given.revision, False) if given.revision else results.revision()
+    revision, dirty = results.revision()
     record: dict[str, Any] = {"machine": machine.describe(device), "revision": revision, "dirty": dirty}
     record |= {"block": BLOCK, "samplings": {}}
     for sampling in ("circular", "window"):

@@ -38,6 +38,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.name.endswith("through_the_interpreter"))
 
 
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing is compiled yet, and no graphs are counted."""
+    from torch._dynamo.utils import counters  # not for tests that compile nothing: it takes a second
+
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
     """Every test starts from the same random state, and leaves torch's defaults as they were."""

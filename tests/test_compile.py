@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -39,15 +38,8 @@ from sliceout import Slice
 from sliceout import nn as snn
 from sliceout.ops import gather, inlined
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 BF16 = 2.0**-8  # half a unit in the last place, relative
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def graphs() -> int:

@@ -12,7 +12,7 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -52,15 +52,7 @@ SETTINGS = {
 CASES = [*itertools.product(NETWORKS, SETTINGS), *((name, "circular") for name in CONVERTED)]
 MAPS = ("convnet", "patch")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-pytestmark = [pytest.mark.cuda, needs_cuda] if DEVICE == "cuda" else [pytest.mark.cuda]
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("fresh_compiler"), *([needs_cuda] if DEVICE == "cuda" else [])]
 
 
 def on_device(name: str, channels_last: bool = False, **settings) -> nn.Module:

@@ -437,6 +437,17 @@ def test_another_stream_fetches_for_itself() -> None:
     torch.testing.assert_close(y, expected)
 
 
+class Around(nn.Module):
+    """A network that is run in a way of its own."""
+
+    def __init__(self, net: nn.Module, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.net, self.run = net, run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self.net, x)
+
+
 def assert_captured_as_eager(model: nn.Module, x: Tensor, y: Tensor) -> None:
     twin = copy.deepcopy(model)
     ours, theirs = (OPTIMIZERS["nesterov"](m.parameters()) for m in (model, twin))
@@ -451,17 +462,12 @@ def assert_captured_as_eager(model: nn.Module, x: Tensor, y: Tensor) -> None:
 @needs_cuda
 @pytest.mark.parametrize("grads", ["dense", "compact"])
 def test_recomputed_activations_can_be_captured(grads: str) -> None:
-    class Recomputing(nn.Module):
-        def __init__(self, net: nn.Module) -> None:
-            super().__init__()
-            self.net = net
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = checkpoint(self.net[:3], x, use_reentrant=False)
-            return checkpoint(self.net[3:], x, use_reentrant=False)
+    def recomputing(net: nn.Module, x: Tensor) -> Tensor:
+        x = checkpoint(net[:3], x, use_reentrant=False)
+        return checkpoint(net[3:], x, use_reentrant=False)
 
     model, x, y = made("mlp", grads)
-    assert_captured_as_eager(Recomputing(model), x, y)
+    assert_captured_as_eager(Around(model, recomputing), x, y)
 
 
 @needs_cuda
@@ -469,19 +475,14 @@ def test_recomputed_activations_can_be_captured(grads: str) -> None:
 def test_layers_that_are_used_many_times_can_be_captured(grads: str) -> None:
     """Each use fetches anew, and all of them need tables."""
 
-    class Repeated(nn.Module):
-        def __init__(self, layers: nn.Module) -> None:
-            super().__init__()
-            self.layers = layers
-
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(40):
-                x = x + 0.1 * self.layers(x)
-            return x
+    def repeated(net: nn.Module, x: Tensor) -> Tensor:
+        for _ in range(40):
+            x = x + 0.1 * net(x)
+        return x
 
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
     sliceout.convert_(layers, 0.5, grads=grads, example_inputs=torch.zeros(2, 16), payoff=False)
-    model = Repeated(layers).to(DEVICE).train()
+    model = Around(layers, repeated).to(DEVICE).train()
     x, y = torch.randn(8, 16, device=DEVICE), torch.arange(8, device=DEVICE)
     assert_captured_as_eager(model, x, y)

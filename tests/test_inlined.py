@@ -19,12 +19,7 @@ from sliceout import nn as snn
 from sliceout.ops import inlined, library, reference, views
 from test_compile import assert_same_training, compiled
 
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 @pytest.fixture
@@ -56,9 +51,7 @@ def test_every_kind_of_take_and_put_equals_its_definition(on_cpu):
     assert "sliceout" not in code.replace("sliceout::", "")
     for c, full, small, (ours, put) in zip(found, fulls, smalls, taken, strict=True):
         want = reference.take(full, *c.args, c.target), reference.put(small, *c.args, c.dtype)
-        tolerance = (
-            {"rtol": 1e-2, "atol": 0.0} if torch.bfloat16 in (c.dtype, c.target) else {"rtol": 1e-6, "atol": 0.0}
-        )
+        tolerance = {"rtol": 1e-2 if torch.bfloat16 in (c.dtype, c.target) else 1e-6, "atol": 0.0}
         torch.testing.assert_close(ours, want[0], msg=lambda m, c=c: f"{c}: {m}", **tolerance)
         torch.testing.assert_close(put, want[1], msg=lambda m, c=c: f"{c}: {m}", **tolerance)
         assert put.stride() == full.stride(), c

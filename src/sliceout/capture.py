@@ -82,12 +82,8 @@ class CapturedStep:
         kept = _Snapshot(model, optimizer)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with (
-            draws.paused(),
-            without_views(),
-            inlined.for_graphs(),
-            torch.cuda.stream(side),
-        ):  # as the graph will have it
+        # The kernels that the graph will hold.
+        with draws.paused(), without_views(), inlined.for_graphs(), torch.cuda.stream(side):
             for _ in range(max(warmup, 1)):
                 with tables.counted() as needed:
                     step()

@@ -79,7 +79,7 @@ def _take_pair_cpu(first: Tensor, second: Tensor, start: Tensor, rows: list[int]
 
 
 def _put_pair_cpu(first: Tensor, second: Tensor, start: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
-    shape = _full_shape(rows)
+    shape = full_shape(rows)
     one, other = (
         _put_cpu(small, start, None, rows, [], None, None, shape, False, small.dtype) for small in (first, second)
     )
@@ -95,7 +95,7 @@ def _update_statistics_cpu(mean, var, batches, batch_mean, batch_var, start, row
         batches.add_(1)
 
 
-def _full_shape(rows: list[int]) -> list[int]:
+def full_shape(rows: list[int]) -> list[int]:
     size, _, blocks, inner = rows
     return [size * blocks * inner]
 
@@ -215,7 +215,7 @@ def _take_pair_for_fake(first_stand_in, second_stand_in, first, second, start, r
 
 @_fake("put_pair")
 def _put_pair_fake(first: Tensor, second: Tensor, start: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
-    shape = _full_shape(rows)
+    shape = full_shape(rows)
     return _empty_full(first, shape, False, first.dtype), _empty_full(second, shape, False, second.dtype)
 
 

@@ -15,6 +15,9 @@ from torch._inductor.lowering import mutate_to
 from torch._inductor.virtualized import ops
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
+from . import views
+from .library import full_shape
+
 
 def _split(i: Any, length: int, inner: int) -> tuple[Any, Any, Any]:
     """A place along an axis whose blocks have ``length`` units: block, unit, place in the unit."""
@@ -88,10 +91,7 @@ def _take(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype): 
             units.append(unit)
         return ops.to_dtype(_scaled(load(at), sides, units, wide), dtype)
 
-    shape = list(full.get_size())
-    for dim, _, (_, width, blocks, inner), _ in sides:
-        shape[dim] = blocks * width * inner
-    return _made(full, shape, dtype, entry)
+    return _made(full, views.small_shape(full.get_size(), rows, cols), dtype, entry)
 
 
 def _put(small, row_start, col_start, rows, cols, row_scale, col_scale, shape, channels_last, dtype):  # type: ignore[no-untyped-def]
@@ -116,10 +116,9 @@ def _take_pair(first, second, start, rows):  # type: ignore[no-untyped-def]
 
 
 def _put_pair(first, second, start, rows):  # type: ignore[no-untyped-def]
-    size, _, blocks, inner = rows
-    shape = [size * blocks * inner]
     return tuple(
-        _put(small, start, None, rows, [], None, None, shape, False, small.get_dtype()) for small in (first, second)
+        _put(small, start, None, rows, [], None, None, full_shape(rows), False, small.get_dtype())
+        for small in (first, second)
     )
 
 

@@ -46,7 +46,7 @@ step, a fused optimizer, and dropout layers at the places that SliceOut slices.
 **Memory.** Activations and gradients shrink, parameters and optimizer state do not: where those are most of it, little
 is saved. What torch's allocator holds beyond what is live differs by mode. Compiled models held less in a captured step
 (`sliceout.capture(torch.compile(model), ...)`, `captured-compiled` below), where forward, backward and optimizer share
-one pool, than with `mode="reduce-overhead"`: much less for the Wide ResNet, 1 % less for the language model.
+one pool, than with `mode="reduce-overhead"`: much less for the Wide ResNet, hardly less for the language model.
 
 **So it should pay** where the sliced layers hold most of the time, are wide, see many rows, and run compiled or
 captured, or eagerly on a batch that fills the GPU. **It should not** for narrow layers, at low rates where rounding to

@@ -99,9 +99,15 @@ def times(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:
                 step()
         found = [(e.key, e.self_cpu_time_total, e.count) for e in profiler.key_averages()]
         return summed(((name, us, n) for name, us, n in found if not name.startswith("ProfilerStep")), frozenset())
+    spans = kernels(step, STEPS)
+    return summed(((name, end - start, 1) for name, start, end in spans), our_kernels()) | gaps(spans)
+
+
+def kernels(step: Callable[[], Any], steps: int) -> list[tuple[str, float, float]]:
+    """What ran on the GPU in so many ``steps``: name, beginning and end in microseconds."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(STEPS):
+        for _ in range(steps):
             step()
         torch.cuda.synchronize()
     spans = []
@@ -109,7 +115,7 @@ def times(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:
         on_gpu = event.device_type == torch.profiler.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
         if on_gpu and not _WAITING.search(event.name):
             spans.append((event.name, event.time_range.start, event.time_range.end))
-    return summed(((name, end - start, 1) for name, start, end in spans), our_kernels()) | gaps(spans)
+    return spans
 
 
 def summed(found: Iterable[tuple[str, float, int]], ours: frozenset[str]) -> dict[str, Any]:
