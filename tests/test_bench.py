@@ -501,15 +501,15 @@ def test_the_page_tells_what_scripts_measured(tmp_path: Path) -> None:
     assert "denormal" not in text
     origin = {"machine": {"device": "X", "torch": "2", "date": "2026-01-01"}, "revision": "a" * 40}
     spread = {"median": 1.125, "p10": 1.0, "p90": 1.25}
-    batches = {"128": {"sliceout": {"ms": spread, "of_standard": spread}}}
-    turns = {**origin, "model": "wrn-28-10", "rounds": 25, "at_once": 10, "batches": batches}
+    turn = {"mode": "eager", "batch": 128, "scheme": "sliceout", "ms": spread, "of_standard": spread}
+    turns = {**origin, "model": "wrn-28-10", "rounds": 25, "at_once": 10, "rows": [turn]}
     kernels = {"take": 11.0, "put": 24.0, "Adam": 101.5}
     row = {"kernels_at_first": kernels, "us_by_block": [291.5, 302.9], "kernels_at_last": kernels}
     window = {**origin, "block": 250, "samplings": {"window": {**row, "denormal": 0.0056, "us_without": 294.8}}}
-    for name, data in (("eager-turns", turns), ("window-cost", window)):
+    for name, data in (("turns", turns), ("window-cost", window)):
         (tmp_path / "results" / f"x-{name}.json").write_text(json.dumps(data))
     text = page.page(tmp_path)
-    assert "| wrn-28-10 b128, sliceout | 1.12 (1.00 to 1.25) | 112.5% (100.0% to 125.0%) |" in text
+    assert "| wrn-28-10 b128, eager, sliceout | 1.12 (1.00 to 1.25) | 112.5% (100.0% to 125.0%) |" in text
     assert "| window | 291.5 | 302.9 | 0.56% | 11.0, 24.0, 101.5 | 11.0, 24.0, 101.5 | 294.8 |" in text
     assert "the last ones after 500;" in text
 

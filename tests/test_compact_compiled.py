@@ -16,6 +16,7 @@ from networks import NETWORKS, build, data, loss_of, train_step
 from oracle import exactly
 from sliceout import stand_ins
 from sliceout.grads import SlicedGrad
+from sliceout.nn.base import Sliced
 
 pytestmark = pytest.mark.slow
 
@@ -346,6 +347,16 @@ def test_stand_ins_take_no_memory():
 def test_dense_slices_have_none():
     assert not any(getattr(m, "_stand_ins", None) for m in build("mlp").modules())
     assert stand_ins.Taken(sliceout.Slice(8).axis()).compact is False
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_no_layer_is_guarded_by_what_another_one_has(copied):
+    """Two that share a dict, as a class's, are compared in Python before every call."""
+    model = build("mlp")
+    model = copy.deepcopy(model) if copied else model
+    for layer in model.modules():
+        if isinstance(layer, Sliced):
+            assert "_stand_ins" in layer.__dict__
 
 
 def test_compiled_autograd(float64):

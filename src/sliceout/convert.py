@@ -63,7 +63,7 @@ def convert_(
         sampling, norm, fold, align: see :class:`~sliceout.Slice`.
         grads: ``"dense"``: every parameter gets an ordinary gradient. ``"compact"``: gradients of the slice's size, and
             SGD, Adam and AdamW update the slice alone: other units keep their weights and their state. It pays where
-            parameters weigh more than activations; compiled graphs stay dense. See :mod:`sliceout.optim`.
+            parameters weigh more than activations. See :mod:`sliceout.optim`.
         filter: only groups all of whose producing and consuming layers match: name patterns (``"blocks.*.mlp.*"``) or
             a function of ``(module, name)``.
         attention: ``"dims"`` slices inside every head (queries and keys alike, values and output projection alike),

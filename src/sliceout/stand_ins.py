@@ -51,7 +51,8 @@ def renew(layer: Any) -> None:
             kept = before.get(name)
             fits = kept is not None and kept[0]() is p and _fits(kept[1], p, taken)
             made[name] = kept if fits else (weakref.ref(p), _make(layer, name, p, taken))
-    if made.keys() != before.keys() or any(made[name] is not before[name] for name in made):
+    own = "_stand_ins" in layer.__dict__  # even if empty: a class's would be guarded, slowly, once for every layer
+    if not own or made.keys() != before.keys() or any(made[name] is not before[name] for name in made):
         layer._stand_ins = made
 
 
@@ -124,7 +125,6 @@ def _arrive(layer: weakref.ref[Any], name: str, leaf: Tensor) -> None:
     _accumulate(p, SlicedGrad(grad, like, rows, cols, *factors(*taken), True))
 
 
-@torch.no_grad()
 def _accumulate(p: Tensor, grad: Tensor) -> None:
     """What autograd does with the gradient of a leaf."""
     if _watched(p):  # autograd calls its hooks too: without the gradient, or once more
@@ -135,6 +135,7 @@ def _accumulate(p: Tensor, grad: Tensor) -> None:
     if p.grad is None:
         p.grad = grad
     else:
-        p.grad.add_(grad)
+        with torch.no_grad():
+            p.grad.add_(grad)
     for hook in (p._post_accumulate_grad_hooks or {}).values():
         hook(p)

@@ -91,7 +91,7 @@ def page(folder: Path) -> str:
     found = [(p.name, read(p)) for p in sorted((folder / "results" / "bench").glob("*.json"))]
     parts = [TEXT, "\n## What was asked for, and what came out\n", *_targets(found)]
     if turns := scripts_page.turns(folder):
-        parts += ["\n## Eager steps that wait for the host\n", *turns]
+        parts += ["\n## Steps that wait for the host\n", *turns]
     parts += ["\n## Circular and window\n", *_samplings(found), *scripts_page.windows(folder)]
     for name, data in found:
         parts.append(f"\n## {_title(name, data)}\n")

@@ -9,17 +9,17 @@ from typing import Any
 
 
 def turns(folder: Path) -> list[str]:
-    """Eager steps that take turns (``benchmarks/eager_turns.py``)."""
+    """Steps that take turns (``benchmarks/turns.py``)."""
     parts = []
-    for origin, data in _found(folder, "eager-turns"):
+    for origin, data in _found(folder, "turns"):
         lines = ["| case | ms (p10 to p90) | of standard, within a round (p10 to p90) |", "|---|---:|---:|"]
-        for batch, rows in data["batches"].items():
-            for name, row in rows.items():
-                ms, share = row["ms"], row["of_standard"]
-                lines.append(
-                    f"| {data['model']} b{batch}, {name} | {ms['median']:.2f} ({ms['p10']:.2f} to {ms['p90']:.2f}) "
-                    f"| {share['median']:.1%} ({share['p10']:.1%} to {share['p90']:.1%}) |"
-                )
+        for row in data["rows"]:
+            ms, share = row["ms"], row["of_standard"]
+            lines.append(
+                f"| {data['model']} b{row['batch']}, {row['mode']}, {row['scheme']} "
+                f"| {ms['median']:.2f} ({ms['p10']:.2f} to {ms['p90']:.2f}) "
+                f"| {share['median']:.1%} ({share['p10']:.1%} to {share['p90']:.1%}) |"
+            )
         text = (
             "How fast the host of a shared machine is changes from process to process by more than slicing costs.\n"
             f"Here the networks take turns in one process, {data['at_once']} steps each, {data['rounds']} rounds: "

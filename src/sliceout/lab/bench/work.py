@@ -183,7 +183,6 @@ def step_of(work: Work, batch: int) -> Callable[[], Any]:
         return _captured(work, x, y)
     forward: Any = _WithLoss(work)
     if mode != "eager":
-        torch._dynamo.reset()
         forward = torch.compile(
             forward, fullgraph=True, dynamic=False, mode="reduce-overhead" if mode == "compiled" else None
         )
@@ -217,7 +216,6 @@ def _captured(work: Work, x: Tensor, y: Tensor) -> Callable[[], Any]:
     model: Any = work.net
     loss: Any = work.loss
     if work.case.compiled:
-        torch._dynamo.reset()
         model, loss = torch.compile(model, fullgraph=True, dynamic=False), torch.compile(loss, dynamic=False)
     step = capture(model, loss, work.optimizer, (x, y), autocast=work.autocast)
     return lambda: step(x, y)

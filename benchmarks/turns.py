@@ -1,6 +1,6 @@
-"""Eager steps of several networks that take turns in one process, for cases that wait for the host.
+"""Steps of several networks that take turns in one process, for cases that wait for the host.
 
-    python benchmarks/eager_turns.py --out results/h200-eager-turns.json
+    python benchmarks/turns.py --out results/h200-turns.json
 
 How fast a shared machine's host is changes from process to process and from second to second, by more than what is to
 be measured. Here all networks meet the same host: each runs a few steps, then the next one, over and over; what counts
@@ -13,6 +13,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,28 +28,31 @@ AT_ONCE = 10
 """Steps of a turn."""
 
 
-def measure(model: str, batch: int, rounds: int, device: torch.device) -> dict[str, Any]:
+def measure(model: str, mode: str, batch: int, rounds: int, device: torch.device) -> Iterator[dict[str, Any]]:
     """Milliseconds of a step, and what part of standard dropout's they are: median, 10th and 90th percentile."""
     precision = "bf16" if device.type == "cuda" else "fp32"
     set_precision(precision)
     torch.backends.cudnn.benchmark = True
+    torch._dynamo.reset()
     steps = {}
     for name, settings in SCHEMES.items():
-        case = Case(model, batch, name.split()[0], 0.5, "eager", precision, **settings)
+        case = Case(model, batch, name.split()[0], 0.5, mode, precision, **settings)
         steps[name] = step_of(build(case, device), batch)
         for _ in range(WARMUP):
             steps[name]()
     turns: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
+            step()  # finds its compiled code among that of the others
             _wait(device)
             start = time.perf_counter()
             for _ in range(AT_ONCE):
                 step()
             _wait(device)
             turns[name].append(1000 * (time.perf_counter() - start) / AT_ONCE)
-    shares = {name: [a / b for a, b in zip(times, turns["standard"], strict=True)] for name, times in turns.items()}
-    return {name: {"ms": _spread(turns[name]), "of_standard": _spread(shares[name])} for name in steps}
+    for name, times in turns.items():
+        shares = [a / b for a, b in zip(times, turns["standard"], strict=True)]
+        yield {"mode": mode, "batch": batch, "scheme": name, "ms": _spread(times), "of_standard": _spread(shares)}
 
 
 def _wait(device: torch.device) -> None:
@@ -65,6 +69,7 @@ def main() -> None:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("--out", type=Path, required=True)
     asked.add_argument("--model", default="wrn-28-10")
+    asked.add_argument("--modes", nargs="+", default=["eager", "compiled-default"])
     asked.add_argument("--batch", type=int, nargs="+", default=[128, 32])
     asked.add_argument("--rounds", type=int, default=25)
     asked.add_argument("--device", default="cuda")
@@ -72,16 +77,18 @@ def main() -> None:
     device = torch.device(given.device)
     revision, dirty = results.revision()
     record = {"machine": machine.describe(device), "revision": revision, "dirty": dirty, "model": given.model}
-    record |= {"rounds": given.rounds, "at_once": AT_ONCE, "batches": {}}
-    for batch in given.batch:
-        rows = record["batches"][batch] = measure(given.model, batch, given.rounds, device)
-        for name, row in rows.items():
-            ms, share = row["ms"], row["of_standard"]
-            print(
-                f"{given.model} b{batch:<5}{name:18}{ms['median']:7.2f} ms ({ms['p10']:.2f} to {ms['p90']:.2f})"
-                f"{share['median']:8.1%} of standard ({share['p10']:.1%} to {share['p90']:.1%})"
-            )
-    given.out.write_text(json.dumps(record, indent=1) + "\n")
+    record |= {"rounds": given.rounds, "at_once": AT_ONCE, "rows": []}
+    for mode in given.modes:
+        for batch in given.batch:
+            for row in measure(given.model, mode, batch, given.rounds, device):
+                record["rows"].append(row)
+                ms, share = row["ms"], row["of_standard"]
+                print(
+                    f"{given.model} {mode} b{batch:<5}{row['scheme']:18}{ms['median']:7.2f} ms "
+                    f"({ms['p10']:.2f} to {ms['p90']:.2f})"
+                    f"{share['median']:8.1%} of standard ({share['p10']:.1%} to {share['p90']:.1%})"
+                )
+            given.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
