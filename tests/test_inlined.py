@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -104,3 +106,8 @@ def test_what_was_compiled_for_a_graph_is_not_found_again_without_one(monkeypatc
             with inlined.for_graphs():
                 assert calls(x) >= 6
             assert calls(x) == 0
+
+
+def test_code_on_disk_is_found_by_the_version_that_made_it_alone():
+    made_by = hashlib.sha256(Path(inlined.__file__).with_name("lowerings.py").read_bytes()).hexdigest()
+    assert made_by[:16] in torch.compiler.config.cache_key_tag

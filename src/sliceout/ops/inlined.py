@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +21,8 @@ import torch
 DEVICES: tuple[str, ...] = ("cuda",)
 """Where they are inlined: on the CPU copies are faster."""
 _for_graphs = False
+_lowerings = hashlib.sha256(pkgutil.get_data(__package__, "lowerings.py") or b"").hexdigest()[:16]
+torch.compiler.config.cache_key_tag += f"sliceout {_lowerings} "  # not to find on disk what other ones of ours made
 
 
 @contextlib.contextmanager
@@ -28,7 +32,7 @@ def for_graphs() -> Iterator[None]:
     before, _for_graphs = _for_graphs, True
     config: Any = torch.compiler.config
     try:
-        with config.patch(cache_key_tag=config.cache_key_tag + "sliceout, captured"):  # not to be found by others
+        with config.patch(cache_key_tag=config.cache_key_tag + "captured"):  # not to be found by others
             yield
     finally:
         _for_graphs = before
