@@ -157,6 +157,19 @@ def test_results_survive_and_are_not_measured_again(tmp_path: Path) -> None:
     assert path.with_suffix(".csv").read_text().count("\n") == 3
 
 
+@pytest.mark.parametrize("other", [{"revision": "y"}, {"machine": {"device": "X", "torch": "3"}}])
+def test_a_file_is_of_one_revision_and_one_machine(tmp_path: Path, other: dict[str, Any]) -> None:
+    """Else a ratio would compare two of them; another command may go on."""
+    about = {"revision": "x", "machine": {"device": "X", "torch": "2"}, "command": "bench a"}
+    path = tmp_path / "a.json"
+    files.ResultFile(path, about).add(row(BASE, 1.0))
+    with pytest.raises(LabError, match=r"a\.json is of (revision x, and this is y|torch 2, and this is 3)"):
+        files.ResultFile(path, {**about, **other})
+    for command in ("bench b", "bench a"):
+        files.ResultFile(path, {**about, "command": command}).save()
+    assert files.read(path)["command"] == "bench a && bench b"
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"kind": "train"}'])
 def test_a_file_that_is_no_result_is_left_alone(tmp_path: Path, text: str) -> None:
     path = tmp_path / "a.json"

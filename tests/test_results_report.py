@@ -192,6 +192,16 @@ def test_a_curve_over_the_rate_is_of_one_setting() -> None:
     assert "captured" in drawn[0].caption
 
 
+def test_the_batch_that_bench_takes_by_itself_goes_before_faster_ones() -> None:
+    steps = [step(s, batch, "captured", batch**0.9) for batch in (128, 512) for s in ("standard", "sliceout")]
+    found = speed._pair(steps, "wrn", 0.5)
+    assert found is not None
+    assert found.step.batch == 128
+    larger = speed._pair(steps[2:], "wrn", 0.5)
+    assert larger is not None
+    assert larger.step.batch == 512
+
+
 def test_the_fastest_baseline_is_the_one_of_the_most_samples_a_second_and_of_a_plain_allocator() -> None:
     both = ("standard", "sliceout")
     steps = [step(s, 32, "eager", 11.0) for s in both] + [step(s, 128, "compiled", 12.0) for s in both]

@@ -34,6 +34,21 @@ class ResultFile:
         self.data: dict[str, Any] = {"kind": "bench", "schema": 1, **(header or {}), "cases": [], "match_memory": []}
         if path.is_file():
             self.data = read(path)
+            if header is not None:
+                self._go_on(header)
+
+    def _go_on(self, header: dict[str, Any]) -> None:
+        """All that is compared is of one revision and one machine; a second command is written behind the first."""
+        for kind, now, then in (
+            ("revision", header["revision"], self.data["revision"]),
+            *((kind, header["machine"][kind], self.data["machine"][kind]) for kind in ("device", "torch")),
+        ):
+            if now != then:
+                raise LabError(
+                    f"{self.path} is of {kind} {then}, and this is {now}: choose another --name, or move it away"
+                )
+        if header["command"] not in self.data["command"].split(" && "):
+            self.data["command"] += f" && {header['command']}"
 
     @property
     def rows(self) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ..bench.cases import default_batch
 from . import paper
 from .figures import COLOURS, Drawn, legend, panel
 from .groups import name_of
@@ -82,8 +83,8 @@ def _longest_curve(steps: Sequence[Step]) -> tuple[list[float], list[Step]]:
 
 
 def _pair(steps: Sequence[Step], model: str, rate: float) -> Pair | None:
-    match = {"model": model, "scheme": "sliceout", "rate": rate}
-    return pair(steps, match, {"scheme": "standard"}) or pair(steps, match, {"scheme": "none"})
+    match, batch = {"model": model, "scheme": "sliceout", "rate": rate}, default_batch(model)
+    return pair(steps, match, {"scheme": "standard"}, batch) or pair(steps, match, {"scheme": "none"}, batch)
 
 
 def _floor(steps: Iterable[Step], step: Step) -> Step | None:
