@@ -288,7 +288,7 @@ def test_reverted_models_keep_nothing(float64):
 
 def test_stand_ins_share_their_memory_and_are_not_of_the_model(float64):
     model, _ = pair("convnet")
-    leaves = [leaf for m in model.modules() for _, leaf in getattr(m, "_stand_ins", {}).values()]
+    leaves = [leaf for m in model.modules() for _, leaf, _ in getattr(m, "_stand_ins", {}).values()]
     assert len({leaf.untyped_storage().data_ptr() for leaf in leaves}) <= 2  # it may have grown once
     assert not {id(leaf) for leaf in leaves} & {id(t) for t in (*model.parameters(), *model.buffers())}
     assert not any("stand" in key for key in model.state_dict())
@@ -297,12 +297,25 @@ def test_stand_ins_share_their_memory_and_are_not_of_the_model(float64):
 def test_a_layer_that_is_gone_takes_its_gradient_along(float64):
     hidden = sliceout.Slice(8, grads="compact")
     layer = sliceout.nn.Linear(4, 8, out_slice=hidden)
-    (_, leaf) = layer._stand_ins["weight"]
+    _, leaf, _ = layer._stand_ins["weight"]
     del layer
     leaf.grad = torch.ones_like(leaf)
     for hook in leaf._post_accumulate_grad_hooks.values():
         hook(leaf)
     assert leaf.grad is None
+
+
+def test_another_slice_of_the_same_width_gets_another_stand_in(float64):
+    first, second = sliceout.Slice(8, grads="compact"), sliceout.Slice(8, grads="compact", seed=1)
+    layer = sliceout.nn.Linear(4, 8, out_slice=first)
+    _, leaf, _ = layer._stand_ins["weight"]
+    layer.train()
+    assert layer._stand_ins["weight"][1] is leaf
+    layer.axes = {"out": second.axis()}
+    layer.train()
+    second.family.seek_(1)
+    compiled(layer)(torch.ones(2, 4)).sum().backward()
+    assert layer.weight.grad.rows.start == second.start_on_host != first.start_on_host
 
 
 def test_a_replaced_parameter_is_not_kept_alive(float64):
@@ -338,7 +351,9 @@ def test_stand_ins_made_in_inference_mode_can_be_trained(float64):
 
 def test_stand_ins_take_no_memory():
     leaves = [
-        leaf for m in build("convnet", grads="compact").modules() for _, leaf in getattr(m, "_stand_ins", {}).values()
+        leaf
+        for m in build("convnet", grads="compact").modules()
+        for _, leaf, _ in getattr(m, "_stand_ins", {}).values()
     ]
     assert len(leaves) > 4
     assert all(leaf.numel() and not leaf.untyped_storage().nbytes() for leaf in leaves)

@@ -235,6 +235,8 @@ def factors(
     rows: Axis | None, cols: Axis | None, scale_rows: bool, scale_cols: bool
 ) -> tuple[float, Tensor | None, Tensor | None]:
     """``gain, row_scale, col_scale``: the wanted normalisations as one number, and as vectors where units differ."""
+    if not scale_rows and not scale_cols:
+        return 1.0, None, None
     gain, scales = 1.0, list[Tensor | None]()
     for axis, wanted in ((rows, scale_rows), (cols, scale_cols)):
         scales.append(None)

@@ -49,8 +49,8 @@ def renew(layer: Any) -> None:
         p = layer._parameters.get(name)
         if p is not None and taken.compact and _may_be_stood_for(p):
             kept = before.get(name)
-            fits = kept is not None and kept[0]() is p and _fits(kept[1], p, taken)
-            made[name] = kept if fits else (weakref.ref(p), _make(layer, name, p, taken))
+            fits = kept is not None and kept[0]() is p and kept[2] == taken and _fits(kept[1], p, taken)
+            made[name] = kept if fits else (weakref.ref(p), _make(layer, name, p, taken), taken)
     own = "_stand_ins" in layer.__dict__  # even if empty: a class's would be guarded, slowly, once for every layer
     if not own or made.keys() != before.keys() or any(made[name] is not before[name] for name in made):
         layer._stand_ins = made
@@ -107,22 +107,21 @@ def _make(layer: Any, name: str, p: Tensor, taken: Taken) -> Tensor:
     leaf = torch.empty_strided(shape, strides, dtype=p.dtype, device=p.device)
     leaf.untyped_storage().resize_(0)  # nobody reads or writes it
     leaf.requires_grad_()
-    leaf.register_post_accumulate_grad_hook(functools.partial(_arrive, weakref.ref(layer), name))
+    like = tuple(p.shape), views.is_channels_last(p), p.dtype
+    leaf.register_post_accumulate_grad_hook(functools.partial(_arrive, weakref.ref(layer), name, taken, like))
     if leaf.is_cuda:
         torch._dynamo.mark_static_address(leaf, guard=False)  # CUDA graphs need not copy it in
     return leaf
 
 
-def _arrive(layer: weakref.ref[Any], name: str, leaf: Tensor) -> None:
+def _arrive(layer: weakref.ref[Any], name: str, taken: Taken, like: views.Like, leaf: Tensor) -> None:
     """Hand the gradient of a stand-in on to the parameter it stands for."""
     grad, leaf.grad = leaf.grad, None
     live = layer()
     if live is None or grad is None:
         return
-    p, taken = live._parameters[name], live.takes()[name]
-    like = tuple(p.shape), views.is_channels_last(p), p.dtype
     rows, cols = Place.now(taken.rows), Place.now(taken.cols)
-    _accumulate(p, SlicedGrad(grad, like, rows, cols, *factors(*taken), True))
+    _accumulate(live._parameters[name], SlicedGrad(grad, like, rows, cols, *factors(*taken), True))
 
 
 def _accumulate(p: Tensor, grad: Tensor) -> None:

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 __all__ = ["by_views", "in_place", "library", "one_launch", "store_", "take", "take_pair", "without_views"]
 
 
-StandIn = tuple[weakref.ref[Tensor], Tensor]
-"""A parameter (not kept alive), and what receives its compact gradient in compiled graphs: ``sliceout.stand_ins``."""
+StandIn = tuple[weakref.ref[Tensor], Tensor, Any]
+"""A parameter (not kept alive), what receives its compact gradient in compiled graphs, and what it was made for
+(``sliceout.stand_ins``)."""
 
 _views = True
 
@@ -112,7 +113,7 @@ def take(
 
 def _receives(stand_in: StandIn, full: Tensor, rows: list[int], cols: list[int]) -> bool:
     """Whether the gradient of this take can go to the stand-in: in a compiled graph, while all slices are live."""
-    parameter, leaf = stand_in
+    parameter, leaf, _ = stand_in
     return (
         torch.compiler.is_compiling()
         and parameter() is full  # FSDP, functional_call and export put other tensors in its place
