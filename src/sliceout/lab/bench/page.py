@@ -33,11 +33,11 @@ A training step can be no faster than the slowest of three things: its arithmeti
   at batch 256) are bound by gradients and the optimizer, and need `grads="compact"` to gain.
 - **Launches.** Each sliced layer adds small kernels. Compiled (`mode="reduce-overhead"`) or captured
   (`sliceout.capture`), they are replayed without Python. A step whose kernels are shorter than the time it takes to
-  launch them is bound by the host, and smaller kernels save nothing there: the floor itself is then hardly faster than
-  standard dropout. That is so in eager mode, where all slices of a step are fetched in one launch, and under
-  `torch.compile` in its default mode, without CUDA graphs, where Inductor makes `take` and `put` part of the code
-  around them (`ops/lowerings.py`). On a batch that fills the GPU both are near the floor. On one that does not, compact
-  gradients cost most: Python hands over each of them (`benchmarks/turns.py` and `compiled-default`, below).
+  launch them is bound by the host; smaller kernels save nothing there, not even at the floor. That is so in eager mode,
+  where all slices of a step are fetched in one launch, and under `torch.compile` in its default mode, without CUDA
+  graphs, where Inductor makes `take` and `put` part of the code around them (`ops/lowerings.py`). On a batch that fills
+  the GPU both are near the floor. On one that does not, compact gradients cost most: Python hands over each of them
+  (`benchmarks/turns.py` and `compiled-default`, below).
 
 **The floor** is a plain network built at the sliced widths, run in the same mode: what no slicing method can beat. How
 far SliceOut is from it says what `take` and `put` cost; how far the floor is from standard dropout says what there was
