@@ -70,7 +70,7 @@ def main() -> None:
     asked.add_argument("--out", type=Path, required=True)
     asked.add_argument("--model", default="wrn-28-10")
     asked.add_argument("--modes", nargs="+", default=["eager", "compiled-default"])
-    asked.add_argument("--batch", type=int, nargs="+", default=[128, 32])
+    asked.add_argument("--batch", type=int, nargs="+", default=[128])
     asked.add_argument("--rounds", type=int, default=25)
     asked.add_argument("--device", default="cuda")
     given = asked.parse_args()

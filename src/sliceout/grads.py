@@ -195,7 +195,7 @@ class Take(views._Function):
 
     @staticmethod
     def forward(ctx: Any, full: Tensor, rows: Axis | None, cols: Axis | None, settings: dict[str, Any]) -> Tensor:
-        ctx.like = tuple(full.shape), views.is_channels_last(full), full.dtype
+        ctx.like = views.like_of(full)
         ctx.rows, ctx.cols = Place.now(rows), Place.now(cols)
         ctx.factors = factors(rows, cols, settings["scale_rows"], settings["scale_cols"])
         return take(full.detach(), rows, cols, **settings)

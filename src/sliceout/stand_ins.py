@@ -107,8 +107,9 @@ def _make(layer: Any, name: str, p: Tensor, taken: Taken) -> Tensor:
     leaf = torch.empty_strided(shape, strides, dtype=p.dtype, device=p.device)
     leaf.untyped_storage().resize_(0)  # nobody reads or writes it
     leaf.requires_grad_()
-    like = tuple(p.shape), views.is_channels_last(p), p.dtype
-    leaf.register_post_accumulate_grad_hook(functools.partial(_arrive, weakref.ref(layer), name, taken, like))
+    leaf.register_post_accumulate_grad_hook(
+        functools.partial(_arrive, weakref.ref(layer), name, taken, views.like_of(p))
+    )
     if leaf.is_cuda:
         torch._dynamo.mark_static_address(leaf, guard=False)  # CUDA graphs need not copy it in
     return leaf

@@ -125,7 +125,7 @@ class Form:
         geometries = ([] if cut is None else cut[1] for cut in (self.rows, self.cols))
         self.small_shape = views.small_shape(full.shape, *geometries)
         self.small_strides = views.strides(tuple(self.small_shape), views.is_channels_last(full))
-        self.like = tuple(full.shape), views.is_channels_last(full), full.dtype
+        self.like = views.like_of(full)
         self.memory_format = views.memory_format(full)
         self.put_strides = views.strides(*self.like[:2])
         self.gain, self.row_scale, self.col_scale = factors(note.rows, note.cols, note.scale_rows, note.scale_cols)

@@ -62,7 +62,7 @@ class Take(_Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         full, ctx.row, ctx.col, ctx.gain, _ = inputs
-        ctx.full = full.shape, is_channels_last(full), full.dtype
+        ctx.full = like_of(full)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -260,6 +260,11 @@ def forms(tensors: Sequence[Tensor]) -> list[Any]:
 
 
 _kind_and_shape = operator.attrgetter("dtype", "shape")
+
+
+def like_of(t: Tensor) -> Like:
+    """What a tensor of the form of ``t`` is made from."""
+    return tuple(t.shape), is_channels_last(t), t.dtype
 
 
 def format_of(ndim: int, channels_last: bool) -> torch.memory_format:

@@ -1,11 +1,14 @@
-"""What slicing costs the host in an eager step on a GPU, measured without one: all Triton launches are stubbed.
+"""What slicing costs the host in a step on a GPU, measured without one: all Triton launches are stubbed.
 
-    python benchmarks/eager_host.py --out results/eager-host.json                    this revision
-    python benchmarks/eager_host.py --out results/eager-host-before.json --source DIR    that of another checkout
+    python benchmarks/host.py --out results/eager-host.json                          this revision
+    python benchmarks/host.py --out results/eager-host-before.json --source DIR      that of another checkout
+    python benchmarks/host.py --compiled --out results/compiled-host.json            torch.compile's default mode
 
 Wide ResNet 28-1 on tiny images, SGD with momentum, one thread: its 12 sliced blocks make as many calls as those of
 28-10, and the arithmetic is small. The networks take turns; the number is the 10th percentile of the thread's own time,
 and what counts is the difference to the plain network. aten calls are those that Python makes, by torch's profiler.
+Compiled, take and put are inlined as on a GPU; the kernels that Inductor makes are the CPU's, so that the difference is
+that of guards, of the arrival of gradients and of the optimizer, and of some arithmetic.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ class Stub:
         return lambda *args, **kwargs: None
 
 
-def build(kind: str, sampling: str) -> list[Callable[[], Any]]:
+def build(kind: str, sampling: str, compiled: bool) -> list[Callable[[], Any]]:
     """The phases of a step, in their order."""
     import torch
     import torch.nn.functional as F
@@ -48,13 +51,14 @@ def build(kind: str, sampling: str) -> list[Callable[[], Any]]:
         example = torch.zeros(2, 3, 32, 32)
         sliceout.convert_(net, 0.5, example_inputs=example, align=1, sampling=sampling, grads=kind)
     net.to(memory_format=torch.channels_last)
+    run = torch.compile(net, fullgraph=True, dynamic=False) if compiled else net
     optimizer = torch.optim.SGD(net.parameters(), 0.0, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=True)
     x, y = torch.randn(2, 3, 8, 8), torch.zeros(2, dtype=torch.long)
     loss = []
 
     def forward() -> None:
         optimizer.zero_grad()
-        loss[:] = [F.cross_entropy(net(x), y)]
+        loss[:] = [F.cross_entropy(run(x), y)]
 
     return [forward, lambda: loss[0].backward(), optimizer.step]
 
@@ -75,18 +79,20 @@ def _inside_another(event: Any) -> bool:
     return above is not None
 
 
-def measure(rounds: int) -> dict[str, Any]:
+def measure(rounds: int, compiled: bool) -> dict[str, Any]:
     import torch
 
     from sliceout import optim
-    from sliceout.ops import gather, many
+    from sliceout.ops import gather, inlined, many
 
     torch.set_num_threads(1)
-    gather.usable = lambda full: True  # the paths of a GPU
+    torch.compiler.config.force_disable_caches = True  # others expect calls of take and put in code for the CPU
+    inlined.DEVICES = ("cpu",)  # the paths of a GPU
+    gather.usable = lambda full: True
     optim._on_gpu = lambda tensors: True
     for name in [n for n in vars(many) if n.endswith("_kernel")]:
         setattr(many, name, Stub())
-    steps = {f"{kind} {sampling}".strip(): build(kind, sampling) for kind, sampling in CASES}
+    steps = {f"{kind} {sampling}".strip(): build(kind, sampling, compiled) for kind, sampling in CASES}
     spent: dict[str, list[list[float]]] = {name: [] for name in steps}
     for i in range(rounds + 6):
         for name, phases in steps.items():
@@ -115,6 +121,7 @@ def main() -> None:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("--out", type=Path, required=True)
     asked.add_argument("--rounds", type=int, default=120)
+    asked.add_argument("--compiled", action="store_true", help="by torch.compile, in its default mode")
     asked.add_argument("--source", type=Path, default=Path(__file__).parents[1], help="the checkout to measure")
     given = asked.parse_args()
     sys.path.insert(0, str(given.source / "src"))
@@ -123,10 +130,12 @@ def main() -> None:
     from sliceout.lab import machine, results
 
     load = os.getloadavg()[0]
-    rows = measure(given.rounds)
+    rows = measure(given.rounds, given.compiled)
     revision, dirty = results.revision()  # of the checkout that was imported
     record = {"machine": machine.describe(torch.device("cpu")), "revision": revision, "dirty": dirty, "load": load}
-    given.out.write_text(json.dumps({**record, "rounds": given.rounds, "cases": rows}, indent=1) + "\n")
+    given.out.write_text(
+        json.dumps({**record, "compiled": given.compiled, "rounds": given.rounds, "cases": rows}, indent=1) + "\n"
+    )
     plain = rows["plain"]
     print(f"{'over the plain network':24}{'ms':>8}{'aten calls':>12}")
     for name, row in rows.items():
