@@ -82,13 +82,14 @@ def _inside_another(event: Any) -> bool:
 def measure(rounds: int, compiled: bool) -> dict[str, Any]:
     import torch
 
-    from sliceout import optim
-    from sliceout.ops import gather, inlined, many
+    from sliceout.compact import optimizers as optim
+    from sliceout.ops import inlined, prefetch
+    from sliceout.ops import multi_tensor as many
 
     torch.set_num_threads(1)
     torch.compiler.config.force_disable_caches = True  # others expect calls of take and put in code for the CPU
     inlined.DEVICES = ("cpu",)  # the paths of a GPU
-    gather.usable = lambda full: True
+    prefetch.usable = lambda full: True
     optim._on_gpu = lambda tensors: True
     for name in [n for n in vars(many) if n.endswith("_kernel")]:
         setattr(many, name, Stub())

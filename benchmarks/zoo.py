@@ -89,7 +89,7 @@ def check(model: nn.Module, x: Any) -> dict[str, Any]:
     row: dict[str, Any] = {"converted": report.converted, "seconds": round(time.perf_counter() - started, 2)}
     row["flops"] = round(report.flop_saving, 4)
     row["activations"] = round(report.activation_saving, 4)
-    row["kinds"] = dict(collections.Counter(r.group.family for r in report.rows if r.slice is not None))
+    row["kinds"] = dict(collections.Counter(r.group.kind for r in report.rows if r.slice is not None))
     row["skipped"] = dict(collections.Counter(r.reason for r in report.skipped).most_common(5))
     failed = row["failed"] = []
     if not same(before, in_eval(model, x)):

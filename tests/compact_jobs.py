@@ -17,7 +17,7 @@ import sliceout
 from networks import Attention, build, data, loss_of, slices_in, starts
 from rank_jobs import report, sharded, share
 from sliceout import nn as snn
-from sliceout.grads import SlicedGrad
+from sliceout.compact.gradient import SlicedGrad
 
 STEPS = 4
 COMPACT = {"grads": "compact"}

@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from opcases import Case, Statistics, cases, listed, pairs, statistics
 from sliceout import Slice, draw_, nn, optim, slices
-from sliceout.ops import gather, kernels, many, reference, tables, views, without_views
+from sliceout.ops import kernels, prefetch, reference, tables, views, without_views
+from sliceout.ops import multi_tensor as many
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 CASES = [c for c in listed() if DEVICE == "cuda" or torch.Size(c.shape).numel() < 100_000]
@@ -338,7 +339,7 @@ def gathering(monkeypatch):
         lambda self, fulls, *rest: (launches.append(("put", len(fulls))), put(self, fulls, *rest))[1],
     )
     if DEVICE == "cpu":
-        monkeypatch.setattr(gather, "usable", lambda full: True)
+        monkeypatch.setattr(prefetch, "usable", lambda full: True)
     return launches
 
 
@@ -368,7 +369,7 @@ def test_fetching_all_slices_together_changes_nothing_but_the_launches(
     for together in (False, True):
         if not together:
             with monkeypatch.context() as apart:
-                apart.setattr(gather, "take", lambda *args: None)
+                apart.setattr(prefetch, "take", lambda *args: None)
                 outcomes.append(trained(network(grads, sampling, memory_format), x))
             assert not gathering
         else:
@@ -443,7 +444,7 @@ def agrees_with_taking_apart(model: torch.nn.Module, x: torch.Tensor, monkeypatc
         model.zero_grad()
         with monkeypatch.context() as apart:
             if not together:
-                apart.setattr(gather, "take", lambda *args: None)
+                apart.setattr(prefetch, "take", lambda *args: None)
             y = model(x)
             y.square().sum().backward()
         results.append([y.detach(), *(None if p.grad is None else p.grad + 0 for p in model.parameters())])
@@ -563,7 +564,7 @@ def test_a_model_that_is_gone_leaves_no_slices_behind(gathering):
     for _ in range(3):
         model(x).sum().backward()
         draw_(model)
-    plan = model[0].axes["out"].slice.family.fetched
+    plan = prefetch.plan_of(model[0].axes["out"].slice.owner)
     left = [weakref.ref(note) for note in plan.notes.values()]
     del model, plan
     gc.collect()
@@ -571,22 +572,22 @@ def test_a_model_that_is_gone_leaves_no_slices_behind(gathering):
 
 
 def test_notes_that_are_not_used_any_more_are_forgotten(gathering, monkeypatch):
-    monkeypatch.setattr(gather, "FORGET", 2)
+    monkeypatch.setattr(prefetch, "FORGET", 2)
     model = network("dense", "circular", torch.contiguous_format)
     x = torch.randn(2, 3, 4, 4, dtype=torch.float64, device=DEVICE)
     family = slices(model)
     model(x)
-    before = len(family.fetched.notes)
+    before = len(prefetch.plan_of(family).notes)
     for _ in range(6):
         model[:3](x)
         draw_(model)
-    assert len(family.fetched.notes) < before
+    assert len(prefetch.plan_of(family).notes) < before
 
 
 # -- memory that is kept from pass to pass -----------------------------------------------------------------------------
 
 
-def settled(model: torch.nn.Module, x: torch.Tensor) -> list[gather.Batch]:
+def settled(model: torch.nn.Module, x: torch.Tensor) -> list[prefetch.Batch]:
     """What is kept after some steps, of parameters first."""
     slices(model)
     for _ in range(3):
@@ -596,8 +597,8 @@ def settled(model: torch.nn.Module, x: torch.Tensor) -> list[gather.Batch]:
     return kept(model)
 
 
-def kept(model: torch.nn.Module) -> list[gather.Batch]:
-    return [batch for _, batch in sorted(slices(model).fetched.kept.items())]
+def kept(model: torch.nn.Module) -> list[prefetch.Batch]:
+    return [batch for _, batch in sorted(prefetch.plan_of(slices(model)).kept.items())]
 
 
 def grads(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -618,7 +619,7 @@ def test_the_next_pass_uses_the_same_memory_and_the_same_table(gathering, monkey
         draw_(model)
     assert len(before[0].memory) == 9
     assert kept(model)[0] is before[0]
-    plan = slices(model).fetched
+    plan = prefetch.plan_of(slices(model))
     assert {t.data_ptr() for t in plan.held()} >= {t.data_ptr() for t in before[0].memory}
     plan.release()
     assert not plan.held()
@@ -633,7 +634,7 @@ def test_a_graph_that_is_still_to_be_run_backwards_keeps_its_slices(gathering, m
     twin = copy.deepcopy(model)
     slices(twin).seek_(slices(model).step)
     with monkeypatch.context() as apart:
-        apart.setattr(gather, "take", lambda *args: None)
+        apart.setattr(prefetch, "take", lambda *args: None)
         twin(x).square().sum().backward()
     loss = model(x).square().sum()
     draw_(model)
@@ -819,11 +820,11 @@ def test_memory_of_another_stream_or_of_a_captured_graph_is_not_used(gathering, 
     model = network("dense", "circular", torch.contiguous_format)
     x = torch.randn(2, 3, 4, 4, dtype=torch.float64, device=DEVICE)
     before = settled(model, x)
-    monkeypatch.setattr(gather.tables, "where", lambda device: (7, False))
+    monkeypatch.setattr(prefetch.tables, "where", lambda device: (7, False))
     model(x)
     other = kept(model)
     assert other[0] is not before[0]
-    monkeypatch.setattr(gather.tables, "where", lambda device: (7, True))
+    monkeypatch.setattr(prefetch.tables, "where", lambda device: (7, True))
     for _ in range(2):
         model(x)
         assert not kept(model)
@@ -887,7 +888,7 @@ def test_a_step_counts_the_entries_that_its_tables_need_when_it_is_captured(gath
         with without_views():
             optimizer.zero_grad()
             loss = model(x).sum()
-            family.fetched.release()
+            prefetch.release(family)
             loss.backward()
             optimizer.step()
 

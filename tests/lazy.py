@@ -16,7 +16,7 @@ import sliceout
 from oracle import mask
 from sliceout import Axis
 from sliceout import nn as snn
-from sliceout.slices import Joint
+from sliceout.slices import ConcatAxis
 
 State = dict[str, Tensor]
 
@@ -70,7 +70,7 @@ def live_entries(model: nn.Module) -> dict[str, Tensor]:
             rows, cols = (unit or out, into) if p.dim() > 1 or unit or out else (None, None)
             if p.dim() > 1 and getattr(layer, "transposed", False):
                 rows, cols = cols, rows
-            if any(isinstance(a, Joint) or (a is not None and not a.slice.on) for a in (rows, cols)):
+            if any(isinstance(a, ConcatAxis) or (a is not None and not a.slice.on) for a in (rows, cols)):
                 continue
             kept = mask(rows, p.shape[0], p.device) > 0
             if p.dim() > 1:

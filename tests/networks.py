@@ -14,7 +14,8 @@ import sliceout
 from oracle import along, unit_scale
 from sliceout import Axis, Slice
 from sliceout import nn as snn
-from sliceout.slices import starts_at, table
+from sliceout.drawing import draw_table as table
+from sliceout.drawing import owner_of, starts_at
 
 
 def mlp(rate: float = 0.5, **settings: Any) -> nn.Sequential:
@@ -154,13 +155,13 @@ def starts(model: nn.Module) -> list[int]:
     """The starts now, on the host; the ones on the device must be the same."""
     found = slices_in(model)
     for s in found:
-        assert s.start.tolist() == s._start_as_tensor().tolist()
+        assert s.start.tolist() == s.start_as_tensor().tolist()
     return [s.start_on_host for s in found]
 
 
 def step_of(model: nn.Module) -> int:
     """How many draws the model has seen; all its slices must agree."""
-    (step,) = {s.family.step for s in slices_in(model)}
+    (step,) = {owner_of(s).step for s in slices_in(model)}
     return step
 
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sliceout import Axis, Slice
+from sliceout.drawing import owner_of
 from sliceout.ops import views
-from sliceout.subset import Subset
+from sliceout.schemes.subset import Subset
 
 
 @dataclass
@@ -151,7 +152,7 @@ def axes(draw, max_size: int = 9, groups: tuple[int, ...] = (1,)):
         s = Subset(size, rate, align=align, norm=norm)
     else:
         s = Slice(size, rate, align=align, norm=norm, sampling=sampling)
-    s.family.seek_(draw(st.integers(0, 30)))
+    owner_of(s).seek_(draw(st.integers(0, 30)))
     return s.axis(blocks=draw(st.sampled_from([1, 1, 2, 3])), inner=draw(st.sampled_from([1, 1, 2, 3])))
 
 
@@ -224,7 +225,7 @@ def statistics(draw):
 def _at(start: int, axis: Axis) -> Axis:
     s = axis.slice
     if isinstance(s, Subset):
-        s.family.seek_(start)
+        owner_of(s).seek_(start)
         return axis
     assert start in s.starts
     s.start_on_host = start

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import sliceout
 from sliceout import Axis, Slice
-from sliceout.slices import Joint
-from sliceout.subset import Subset
+from sliceout.schemes.subset import Subset
+from sliceout.slices import ConcatAxis
 
 CHANNELS_LAST_LAYERS = (nn.Linear, sliceout.nn.Conv1D, nn.LayerNorm, nn.RMSNorm, sliceout.nn.LayerScale)
 
@@ -63,12 +63,12 @@ def unit_scale(s: Slice, unit: int) -> float:
     return len(s.starts) / keeping
 
 
-def mask(axis: Axis | Joint | None, size: int, device: torch.device, scaled: bool = False) -> Tensor:
+def mask(axis: Axis | ConcatAxis | None, size: int, device: torch.device, scaled: bool = False) -> Tensor:
     """1 (or the normalisation) for the kept entries of a dimension, 0 for the others; all 1 without an axis."""
     if axis is None:
         return torch.ones(size, dtype=torch.float64, device=device)
     entries = []
-    for part in axis.parts if isinstance(axis, Joint) else [axis]:
+    for part in axis.sections if isinstance(axis, ConcatAxis) else [axis]:
         s, kept = part.slice, set(kept_units(part.slice))
         for _ in range(part.blocks):
             for unit in range(s.size):
@@ -263,7 +263,7 @@ def path(name: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if name == "ops":
             stack.enter_context(sliceout.ops.without_views())
-            stack.enter_context(mock.patch("sliceout.ops.gather.usable", return_value=False))
+            stack.enter_context(mock.patch("sliceout.ops.prefetch.usable", return_value=False))
         elif name == "graph":
             stack.enter_context(mock.patch("torch.compiler.is_compiling", return_value=True))
         else:

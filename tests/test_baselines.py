@@ -12,10 +12,11 @@ from torch import nn
 
 import sliceout
 from conftest import devices
-from sliceout.baselines import DROPS, SCHEMES
-from sliceout.dropblock import drop_block, seed_rate
+from sliceout.conversion.baselines import SCHEMES
 from sliceout.lab.models import build
 from sliceout.lab.models.wide_resnet import WideResNet
+from sliceout.schemes.dropblock import drop_block, seed_rate
+from sliceout.schemes.dropout import DROPS
 
 
 def net(dropout: float = 0.0) -> nn.Sequential:

@@ -196,7 +196,7 @@ def test_pausing_draws_leaves_the_slices() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     family = sliceout.slices(model)
     x, y = batches(1, "cpu")[0]
-    with sliceout.draws.paused():
+    with sliceout.stepping.paused():
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
     assert family.step == 0

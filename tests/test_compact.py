@@ -15,7 +15,7 @@ from networks import Attention, Norms, convnet, loss_of, mlp, train_step
 from oracle import exactly
 from sliceout import Slice
 from sliceout import nn as snn
-from sliceout.grads import SlicedGrad
+from sliceout.compact.gradient import SlicedGrad
 from sliceout.lab.models.wide_resnet import WideResNet
 
 STEPS = 6

@@ -14,8 +14,9 @@ from torch.optim import SGD, AdamW
 import sliceout
 from networks import NETWORKS, build, data, loss_of, train_step
 from oracle import exactly
-from sliceout import stand_ins
-from sliceout.grads import SlicedGrad
+from sliceout.compact import gradient_leaves as stand_ins
+from sliceout.compact.gradient import SlicedGrad
+from sliceout.drawing import owner_of
 from sliceout.nn.base import Sliced
 
 pytestmark = pytest.mark.slow
@@ -313,7 +314,7 @@ def test_another_slice_of_the_same_width_gets_another_stand_in(float64):
     assert layer._stand_ins["weight"][1] is leaf
     layer.axes = {"out": second.axis()}
     layer.train()
-    second.family.seek_(1)
+    owner_of(second).seek_(1)
     compiled(layer)(torch.ones(2, 4)).sum().backward()
     assert layer.weight.grad.rows.start == second.start_on_host != first.start_on_host
 
@@ -331,7 +332,7 @@ def test_parametrized_layers_may_be_refused(float64):
     model, _ = pair()
     nn.utils.parametrizations.weight_norm(model[2])
     bias = model[2].bias
-    stand_ins.refuse(model, {bias})
+    stand_ins.exclude(model, {bias})
     assert {name: list(m._stand_ins) for name, m in model.named_children() if hasattr(m, "_stand_ins")} == {
         "0": [], "2": ["bias"], "4": []
     }  # fmt: skip

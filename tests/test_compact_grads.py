@@ -16,7 +16,7 @@ from layercases import CASES
 from networks import NETWORKS, build, data, loss_of
 from oracle import exactly
 from sliceout import Slice
-from sliceout.grads import SlicedGrad, same_place
+from sliceout.compact.gradient import SlicedGrad, same_place
 from sliceout.lab.memory import peak_growth
 
 

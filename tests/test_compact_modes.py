@@ -16,7 +16,7 @@ import lazy
 import sliceout
 from networks import Attention, build, data, loss_of, train_step
 from oracle import exactly
-from sliceout.grads import SlicedGrad
+from sliceout.compact.gradient import SlicedGrad
 from test_compact import prepared, sample, train_and_compare
 from test_trainers import Samples, assert_drawn, lightning_trainer
 

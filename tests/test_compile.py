@@ -36,7 +36,7 @@ from networks import (
 )
 from sliceout import Slice
 from sliceout import nn as snn
-from sliceout.ops import gather, inlined
+from sliceout.ops import inlined, prefetch
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 BF16 = 2.0**-8  # half a unit in the last place, relative
@@ -105,7 +105,7 @@ def test_one_inductor_graph_over_all_draws_equals_eager(name, float64):
 
 def test_a_graph_does_not_ask_for_the_ways_of_eager_code(monkeypatch):
     """Dynamo cannot trace the look for Triton."""
-    monkeypatch.setattr(gather, "usable", lambda full: pytest.fail("asked"))
+    monkeypatch.setattr(prefetch, "usable", lambda full: pytest.fail("asked"))
     model = build("norms")
     torch.compile(model, backend="eager", fullgraph=True)(data("norms")).sum().backward()
 

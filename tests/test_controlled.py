@@ -19,6 +19,7 @@ from conftest import devices
 from oracle import exactly, path
 from sliceout import Subset
 from sliceout import nn as snn
+from sliceout.drawing import owner_of
 from sliceout.lab.models import build
 from sliceout.lab.oracle import masked_dense_, quiet_, randomise_
 
@@ -108,7 +109,7 @@ def test_every_unit_and_every_pair_is_kept_equally_often():
     s = Subset(12, 0.5)
     draws, together = 2000, torch.zeros(12, 12)
     for _ in range(draws):
-        s.family.draw_()
+        owner_of(s).draw_()
         kept = mask(s)
         assert kept.sum() == s.width
         assert s.kept.tolist() == sorted(s.kept.tolist())

@@ -154,7 +154,7 @@ def test_paper_exclusions_leave_out_the_first_block_and_the_last_of_each_stage()
 def test_attention_is_sliced_inside_heads_by_heads_or_not(attention):
     model, x = build("vit")
     report = sliceout.convert_(model, 0.5, attention=attention)
-    sizes = {r.slice.size for r in report.rows if r.slice is not None and r.group.family == "attention"}
+    sizes = {r.slice.size for r in report.rows if r.slice is not None and r.group.kind == "attention"}
     assert sizes == {"dims": {16}, "heads": {4}, "off": set()}[attention]
     assert call(model.train(), x).shape == (2, 5)
 

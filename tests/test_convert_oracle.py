@@ -81,7 +81,7 @@ def test_it_holds_for_every_setting(name, settings):
 @pytest.mark.parametrize("name", ["vit", "gpt2", "bert", "llama", "transformer encoder"])
 def test_it_holds_for_whole_heads(name):
     full, sliced, report, x = pair(name, attention="heads")
-    assert any(r.group.family == "attention" for r in report.rows if r.slice is not None)
+    assert any(r.group.kind == "attention" for r in report.rows if r.slice is not None)
     close(call(sliced, x), call(masked_dense_(copy.deepcopy(full), report), x), LOOSE.get(name, 1e-10))
 
 

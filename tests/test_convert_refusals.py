@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import sliceout
-import sliceout.convert as convert
+import sliceout.conversion.convert as convert
 from models import build, call
 from networks import assert_same_state
 

@@ -40,7 +40,7 @@ from networks import (
     train_step,
 )
 from sliceout import nn as snn
-from sliceout.ops import inlined
+from sliceout.ops import inlined, prefetch
 
 DEVICE = os.environ.get("SLICEOUT_TEST_DEVICE", "cuda")
 BF16 = 2.0**-8  # half a unit in the last place, relative
@@ -447,8 +447,8 @@ def test_autocast_makes_no_float32_copy_of_the_weight():
     def peaks(layer: nn.Module) -> tuple[int, int]:
         """Bytes that forward and backward need on top of what is there before."""
         layer.weight.grad = None
-        if isinstance(layer, snn.Linear) and layer.slices[0].family.fetched is not None:
-            layer.slices[0].family.fetched.release()  # memory that waits would not be counted
+        if isinstance(layer, snn.Linear):
+            prefetch.release(layer.slices[0].owner)  # memory that waits would not be counted
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         with torch.autocast(DEVICE, torch.bfloat16):

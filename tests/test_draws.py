@@ -31,8 +31,9 @@ from networks import (
     step_of,
     train_step,
 )
-from sliceout import draws
+from sliceout import drawing, stepping
 from sliceout import nn as snn
+from sliceout.drawing import owner_of
 
 # -- one optimizer -----------------------------------------------------------------------------------------------------
 
@@ -157,11 +158,11 @@ def test_a_layer_made_plain_again_is_no_longer_drawn():
     model = nn.Sequential(snn.slice_(nn.Linear(6, 16), out_slice=hidden), snn.slice_(nn.Linear(16, 3), in_slice=hidden))
     optimizer = SGD(model.parameters(), lr=0.1)
     train_step(model, data("mlp"), optimizer)
-    assert hidden.family.step == 1
+    assert owner_of(hidden).step == 1
     for layer in model:
         snn.plain_(layer)
     train_step(model, data("mlp"), optimizer)
-    assert hidden.family.step == 1
+    assert owner_of(hidden).step == 1
 
 
 def test_optimizer_replaced_in_mid_run():
@@ -594,7 +595,7 @@ def test_building_and_drawing_leave_the_global_random_state_alone():
         for _ in range(3):
             train_step(model, x, optimizer)
         sliceout.draw_(model)
-        assert hidden.family.step == 4
+        assert owner_of(hidden).step == 4
         assert torch.equal(torch.get_rng_state(), before[0])
         assert random.getstate() == before[1]
         assert numpy.random.get_state()[1].tolist() == before[2]
@@ -646,17 +647,16 @@ def test_trained_model_is_freed_without_waiting_for_the_garbage_collector():
 
 def test_nothing_is_remembered_of_models_that_are_gone():
     gc.collect()
-    sizes = len(draws._layers), len(draws._held), len(draws._rounds)
+    sizes = len(drawing.layers), len(stepping._held)
     for _ in range(3):
         model, x = mlp(), data("mlp")
         train_step(model, x, *split(model))
-        family = weakref.ref(slices_in(model)[0].family)
+        family = weakref.ref(slices_in(model)[0].owner)
         del model
     gc.collect()
     assert family() is None
-    assert len(draws._layers) == sizes[0]
-    assert len(draws._rounds) <= sizes[2]
-    assert len(draws._held) <= sizes[1]
+    assert len(drawing.layers) == sizes[0]
+    assert len(stepping._held) <= sizes[1]
 
 
 # -- warnings ----------------------------------------------------------------------------------------------------------

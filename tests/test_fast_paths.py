@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import sliceout
-from sliceout import optim
-from sliceout.grads import SlicedGrad
+from sliceout.compact import optimizers as optim
+from sliceout.compact.gradient import SlicedGrad
 from sliceout.lab.models import TransformerLM, WideResNet, mlp
-from sliceout.ops import gather
+from sliceout.ops import prefetch
 
 pytest.importorskip("triton", reason="triton is not installed")
-from sliceout.ops import many
+from sliceout.ops import multi_tensor as many
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.cuda] if INTERPRETED else [pytest.mark.cuda, needs_cud
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Through the interpreter the CPU takes the GPU's paths. Products are exact everywhere."""
     if INTERPRETED:
-        monkeypatch.setattr(gather, "usable", lambda full: True)
+        monkeypatch.setattr(prefetch, "usable", lambda full: True)
         monkeypatch.setattr(optim, "_on_gpu", lambda tensors: True)
     before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
     with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):  # Adam makes much of little
@@ -155,7 +155,7 @@ def test_slices_fetched_together_have_the_gradients_of_slices_taken_apart(
         seen = []
         with monkeypatch.context() as m:
             if not together:
-                m.setattr(gather, "take", lambda *args: None)
+                m.setattr(prefetch, "take", lambda *args: None)
             for step in range(3):
                 with torch.autocast(DEVICE, autocast or torch.bfloat16, enabled=autocast is not None):
                     loss = loss_of(model(x), y)
@@ -204,7 +204,7 @@ def test_kernels_update_slices_as_the_cpu_does(name: str, launches: Launches, mo
         assert sum(isinstance(p.grad, SlicedGrad) for p in model.parameters()) == 5, "all but the last bias"
         with monkeypatch.context() as m:
             m.setattr(optim, "_on_gpu", lambda tensors: False)
-            m.setattr(gather, "usable", lambda full: False)
+            m.setattr(prefetch, "usable", lambda full: False)
             loss_of(twin(x.cpu()), y.cpu()).backward()
             for p, q in zip(model.parameters(), twin.parameters(), strict=True):
                 torch.testing.assert_close((p.grad + 0).cpu(), q.grad + 0, rtol=1e-3, atol=1e-4)
@@ -303,14 +303,14 @@ def test_gradients_take_the_memory_of_slices() -> None:
 def test_keeping_the_memory_of_slices_costs_no_memory(name: str, grads: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are there from the first take of one step to the first of the next in any case, but for the first one."""
     most = []
-    for counts in (None, gather._users, None):  # without a count of users nothing is kept
+    for counts in (None, prefetch._users, None):  # without a count of users nothing is kept
         gc.collect()
         before = torch.cuda.memory_allocated()
-        monkeypatch.setattr(gather, "_users", counts)
+        monkeypatch.setattr(prefetch, "_users", counts)
         model, x, y = made(name, grads, "window")
         optimizer = torch.optim.SGD(model.parameters(), 2**-9, momentum=0.9)
         train(model, x, y, optimizer, 4)
-        plan = sliceout.slices(model).fetched
+        plan = prefetch.plan_of(sliceout.slices(model))
         parameters = next(note.portion for note in plan.notes.values() if note.full().requires_grad)
         kept = plan.kept.get(parameters)
         assert (kept is not None) == (counts is not None)
@@ -385,7 +385,7 @@ def test_captured_compact_steps_equal_eager_ones(network: str, name: str, monkey
 def test_a_captured_step_keeps_no_slices(grads: str) -> None:
     model, x, y = made("mlp", grads)
     step = sliceout.capture(model, loss_of, torch.optim.SGD(model.parameters(), 2**-5), (x, y))
-    plan = sliceout.slices(model).fetched
+    plan = prefetch.plan_of(sliceout.slices(model))
     assert plan.notes, "they were fetched together"
     assert not plan.held()
     step(x, y)

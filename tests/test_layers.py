@@ -19,10 +19,11 @@ from layercases import CASES, FORMATS, LayerCase, find, randomise
 from opcases import axes
 from oracle import channel_dim, compare, exactly, path, set_start
 from sliceout import Slice
+from sliceout.drawing import owner_of
 from sliceout.nn import plain_, slice_
 from sliceout.ops import views
-from sliceout.slices import Joint
-from sliceout.subset import Subset
+from sliceout.schemes.subset import Subset
+from sliceout.slices import ConcatAxis
 
 every_case = pytest.mark.parametrize("case", CASES, ids=[c.name for c in CASES])
 torch_cases = [c for c in CASES if hasattr(nn, c.kind)]
@@ -65,7 +66,7 @@ def test_output_and_gradients_equal_the_masked_dense_layer(case: LayerCase, samp
         for how in PATHS:
             for step in range(3 if device == "cpu" else 1):
                 for s in layer.slices:
-                    s.family.seek_(step)
+                    owner_of(s).seek_(step)
                 with path(how):
                     compare(layer, case.input(device), f"{how}, norm={norm}, fold={fold}, step={step}:", case.unbatched)
 
@@ -130,7 +131,7 @@ def test_parts_of_a_fused_axis_are_sliced_and_scaled_each_by_itself(fold, sampli
         narrow = maker(sampling=sampling, norm=norm, fold=fold, rate=0.5)(8)
         wide = maker(sampling=sampling, norm=norm, fold=fold, rate=0.25, seed=7)(12)
         for parts in ((narrow.axis(blocks=2), wide.axis()), (wide.axis(inner=2), narrow.axis())):
-            joint = Joint(parts)
+            joint = ConcatAxis(parts)
             for layer, shape in (
                 (sliceout.nn.Linear(5, joint.size, out_slice=joint), (3, 5)),
                 (sliceout.nn.Linear(joint.size, 5, in_slice=joint), (3, joint.size)),
@@ -149,7 +150,7 @@ def test_batch_norm_of_any_shape_rate_and_align_equals_the_masked_dense_layer(ax
     layer = randomise(sliceout.nn.BatchNorm1d(axis.size, momentum=momentum, slice=axis))
     with path(how):
         for step in range(3):
-            axis.slice.family.seek_(step)
+            owner_of(axis.slice).seek_(step)
             compare(layer, torch.randn(4, axis.size, length))
 
 
@@ -589,9 +590,9 @@ def test_a_parametrized_layer_trains_its_original_parameters(order, how, device)
     with path(how):
         compare(layer, torch.randn(4, 10, device=device))
     other = copy.deepcopy(layer)
-    before = other.axes["out"].slice.family.step
+    before = owner_of(other.axes["out"].slice).step
     torch.optim.SGD(other.parameters(), lr=0.1).step()
-    assert other.axes["out"].slice.family.step == before + 1
+    assert owner_of(other.axes["out"].slice).step == before + 1
 
 
 def test_a_parametrization_on_top_keeps_its_class():
@@ -656,7 +657,7 @@ def test_a_draw_between_forward_and_backward_never_misplaces_a_gradient(how, dev
         y = layer(torch.randn(3, 5, device=device))
     kept = s.kept
     while torch.equal(s.kept, kept):
-        s.family.draw_()
+        owner_of(s).draw_()
     if how != "eager":
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()

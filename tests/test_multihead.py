@@ -15,9 +15,10 @@ from conftest import devices
 from layercases import randomise
 from oracle import exactly, mask, path
 from sliceout import Slice
+from sliceout.drawing import owner_of
 from sliceout.nn import plain_
 from sliceout.nn.attention import attend_
-from sliceout.subset import Subset
+from sliceout.schemes.subset import Subset
 
 EMBED, HEADS = 24, 4
 PATHS = ["eager", "ops", "graph"]
@@ -90,7 +91,7 @@ def make_attention(which, device, sampling="circular", **kwargs):
     attend_(m, axes(which, **settings)).to(device).train()
     for s in m.slices:
         while s.kept[0] == 0:  # a slice that starts at 0 would hide much
-            s.family.draw_()
+            owner_of(s).draw_()
     return m
 
 
@@ -102,7 +103,7 @@ def test_output_and_gradients_equal_the_masked_dense_attention(which, sampling, 
         m = make_attention(which, device, sampling, bias=bias, batch_first=batch_first)
         for step in range(2):
             for s in m.slices:
-                s.family.seek_(step)
+                owner_of(s).seek_(step)
             with path(how):
                 compare(m, *torch.randn(3, 2, 5, EMBED).unbind(), device, f"{how}, bias={bias}:")
 

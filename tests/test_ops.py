@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from conftest import cuda_only, devices
 from opcases import Case, cases, listed, pairs, statistics
 from sliceout import Slice
-from sliceout.ops import gather, library, reference, store_, take, views
-from sliceout.subset import Subset
+from sliceout.drawing import owner_of
+from sliceout.ops import library, prefetch, reference, store_, take, views
+from sliceout.schemes.subset import Subset
 
 IDS = [f"{i}-{'x'.join(map(str, c.shape))}-{c.layout}" for i, c in enumerate(listed())]
 every_listed = pytest.mark.parametrize("number", range(len(IDS)), ids=IDS)
@@ -293,7 +294,7 @@ def test_on_the_cpu_a_slice_is_a_view_unless_it_wraps(shape, dims):
         wraps = False
         for axis in axes:
             if axis is not None:
-                axis.slice.family.seek_(step)
+                owner_of(axis.slice).seek_(step)
                 wraps |= axis.slice.start_on_host + axis.slice.width > axis.slice.size
         small = take(full, *axes)
         shares = small.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
@@ -384,7 +385,7 @@ def test_a_draw_between_forward_and_backward_raises_on_the_op_path(device):
     case = Case((32,), s.axis(), None).to(device)
     full = case.full(device).requires_grad_()
     small = torch.ops.sliceout.take(full, *case.args, None)
-    s.family.draw_()
+    owner_of(s).draw_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         small.sum().backward()
 
@@ -395,7 +396,7 @@ def test_a_draw_between_forward_and_backward_of_a_pair_raises(device):
     case = Case((32,), s.axis(), None).to(device)
     fulls = [case.full(device).requires_grad_() for _ in range(2)]
     one, other = torch.ops.sliceout.take_pair(*fulls, s.start, s.axis().geometry)
-    s.family.draw_()
+    owner_of(s).draw_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (one + other).sum().backward()
 
@@ -408,7 +409,7 @@ def test_a_draw_between_forward_and_backward_is_right_on_the_view_path():
     grad = torch.randn_like(small)
     expected, start = case.put(grad), s.start_on_host
     while s.start_on_host == start:
-        s.family.draw_()
+        owner_of(s).draw_()
     small.backward(grad)
     case.check(full.grad, expected, full.dtype, "gradient")
 
@@ -440,7 +441,7 @@ def test_eager_code_on_a_gpu_does_without_triton(monkeypatch):
     class OnGpu:
         is_cuda = True
 
-    monkeypatch.setattr(gather, "has_triton", lambda: True)
-    assert gather.usable(OnGpu)
-    monkeypatch.setattr(gather, "has_triton", lambda: False)
-    assert not gather.usable(OnGpu)
+    monkeypatch.setattr(prefetch, "has_triton", lambda: True)
+    assert prefetch.usable(OnGpu)
+    monkeypatch.setattr(prefetch, "has_triton", lambda: False)
+    assert not prefetch.usable(OnGpu)

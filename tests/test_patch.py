@@ -14,9 +14,10 @@ from torch import nn
 import sliceout
 from conftest import devices
 from oracle import exactly, path, set_start
-from sliceout.blocks import recognise
+from sliceout.conversion.residual_blocks import recognise
+from sliceout.drawing import owner_of
 from sliceout.lab.models.wide_resnet import WideBlock, WideResNet
-from sliceout.patch import patch_, side_rate, window
+from sliceout.schemes.patch import patch_, side_rate, window
 
 PATHS = pytest.mark.parametrize("code", ["eager", "ops"])
 
@@ -182,7 +183,7 @@ def test_a_draw_between_forward_and_backward_is_an_error():
     block, row, _ = patched(WideBlock(4, 4, 1, 0.0, 4), (8, 8))
     with path("ops"):
         y = block(torch.randn(2, 4, 8, 8, requires_grad=True)).sum()
-        row.family.draw_()
+        owner_of(row).draw_()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.backward()
 

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import sliceout
-from sliceout import convert, payoff
+from sliceout.conversion import convert
+from sliceout.conversion import profitability as payoff
 
 ROOT = Path(__file__).parents[1]
 MEASURED = {

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import sliceout
 from models import build, images
+from sliceout.conversion.report import pattern
 from sliceout.lab.models.wide_resnet import WideResNet
-from sliceout.report import pattern
 
 
 def flops(model: nn.Module, x: torch.Tensor) -> int:

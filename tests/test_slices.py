@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from conftest import cuda_only
 from oracle import M32, kept_units, slow_mix
 from sliceout import Axis, Slice, Slices
-from sliceout.slices import starts_at, table, width_of
-from sliceout.subset import Subset, tables
+from sliceout.drawing import draw_table as table
+from sliceout.drawing import owner_of, starts_at
+from sliceout.schemes.subset import Subset, tables
+from sliceout.slices import width_of
 
 
 @st.composite
@@ -327,7 +329,7 @@ def test_state_dict_continues_the_sequence_elsewhere():
 
 @given(st.one_of(slices(), subsets()), st.integers(0, 50), st.integers(1, 3), st.integers(1, 3))
 def test_kept_units_are_the_run_from_the_start_or_the_subset_in_order(s, step, blocks, inner):
-    s.family.seek_(step)
+    owner_of(s).seek_(step)
     assert s.kept.tolist() == kept_units(s)
     axis = s.axis(blocks=blocks, inner=inner)
     entries = torch.arange(blocks * s.size * inner).view(blocks, s.size, inner)
@@ -357,8 +359,8 @@ def test_a_slice_is_live_unless_switched_off_or_at_rate_zero():
 def test_a_changed_rate_is_as_if_it_had_been_there_from_the_start(s, rate, step):
     other = Slice(s.size, rate, align=s.align, sampling=s.sampling) if rate * s.size >= s.align else None
     assume(other is not None)
-    s.family.seek_(step)
-    other.family.seek_(step)
+    owner_of(s).seek_(step)
+    owner_of(other).seek_(step)
     start, scale = s.start, s.scale
     s.rerate_(rate)
     assert (s.width, s.rate, s.gain, s.start_on_host) == (other.width, other.rate, other.gain, other.start_on_host)
@@ -373,7 +375,7 @@ def test_copies_of_a_family_draw_the_same_and_by_themselves(clone):
     family = Slices([Slice(64, 0.5), Slice(32, 0.25, sampling="window")])
     family.draw_()
     other = clone(family)
-    assert [s.family is other for s in other] == [True, True]
+    assert [s.owner is other for s in other] == [True, True]
     before = [s.start_on_host for s in family]
     assert [s.start_on_host for s in other] == before
     other.draw_()

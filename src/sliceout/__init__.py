@@ -5,12 +5,12 @@ Everything a user needs is listed here; other names may change.
 
 from . import nn
 from .capture import capture
-from .convert import convert_, off_, on_, revert_
-from .draws import draw_, slices
-from .report import Report
+from .conversion.convert import convert_, revert_
+from .conversion.report import Report
+from .drawing import Slices, draw_, off_, on_, slices
 from .schedule import Schedule, Tail, WarmUp, constant_tail, recalibrate_
-from .slices import Axis, Slice, Slices
-from .subset import Subset
+from .schemes.subset import Subset
+from .slices import Axis, Slice
 
 __all__ = [
     "Axis",

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from . import draws
-from .ops import inlined, tables, without_views
-from .slices import Slices
+from . import stepping
+from .drawing import Slices
+from .ops import inlined, prefetch, tables, without_views
 
 
 def capture(
@@ -67,14 +67,14 @@ class CapturedStep:
         self.batch = tuple(t.detach().clone() for t in batch)
         self.model, self.optimizer = model, optimizer  # the graph uses their memory
         self.rates = [_to_device(group, self.batch[0].device) for group in optimizer.param_groups]
-        families = draws.families_in(optimizer)  # loose slices are joined here, and not when a backward needs them
+        owners = stepping.owners_in(optimizer)  # loose slices are joined here, and not when a backward needs them
 
         def step() -> Tensor:
             optimizer.zero_grad(set_to_none=True)
             with torch.autocast("cuda", autocast or torch.bfloat16, enabled=autocast is not None, cache_enabled=False):
                 loss = loss_fn(model(*self.batch[:-1]), self.batch[-1])
             free_workspaces()  # each thread has its own: the backward's may take the memory of the forward's
-            _release_slices(families)  # the backward holds those that it needs, and gradients may take their place
+            _release_slices(owners)  # the backward holds those that it needs, and gradients may take their place
             loss.backward()
             optimizer.step()
             return loss.detach()
@@ -83,25 +83,25 @@ class CapturedStep:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         # The kernels that the graph will hold.
-        with draws.paused(), without_views(), inlined.for_graphs(), torch.cuda.stream(side):
+        with stepping.paused(), without_views(), inlined.for_graphs(), torch.cuda.stream(side):
             for _ in range(max(warmup, 1)):
                 with tables.counted() as needed:
                     step()
         torch.cuda.current_stream().wait_stream(side)
         kept.restore()  # the graph is to take its place, and that of the warm-up's gradients and slices
         optimizer.zero_grad(set_to_none=True)
-        _release_slices(families)
+        _release_slices(owners)
         free_workspaces()
         self.graph = torch.cuda.CUDAGraph()  # entering it gives back what is free now
         with (
             tables.deferred(2 * needed.entries + 1024, self.batch[0].device) as self.tables,
-            draws.paused(),
+            stepping.paused(),
             torch.cuda.graph(self.graph),
         ):
             self.loss = step()
         free_workspaces()
         self.state = _State(optimizer)
-        self.live = [s for family in draws.families_in(optimizer) for s in family]
+        self.live = [s for owner in stepping.owners_in(optimizer) for s in owner]
         self.widths = [s.width if s.on else s.size for s in self.live]
 
     def __call__(self, *batch: Tensor) -> Tensor:
@@ -123,8 +123,8 @@ class CapturedStep:
                 rate.fill_(float(group["lr"]))
                 group["lr"] = rate
         self.graph.replay()
-        for family in dict.fromkeys(s.family for s in self.live):  # they may have been joined since
-            family.draw_()
+        for owner in dict.fromkeys(s.owner for s in self.live):  # they may have been joined since
+            owner.draw_()
         return self.loss
 
 
@@ -141,11 +141,10 @@ def _check(model: nn.Module, optimizer: Optimizer, batch: tuple[Tensor, ...]) ->
         raise ValueError("a DistributedDataParallel step cannot be captured here: its hooks run on the host")
 
 
-def _release_slices(families: list[Slices]) -> None:
+def _release_slices(owners: list[Slices]) -> None:
     """Let go of the slices that wait for somebody to take them once more."""
-    for family in families:
-        if family.fetched is not None:
-            family.fetched.release()
+    for owner in owners:
+        prefetch.release(owner)
 
 
 def free_workspaces() -> bool:

@@ -23,9 +23,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 from torch.optim.swa_utils import update_bn
 
-from . import recipes, stand_ins
-from .convert import off_, on_
-from .draws import slices as slices_of
+from .compact import gradient_leaves
+from .conversion import recipes
+from .drawing import off_, on_
+from .drawing import slices as slices_of
 
 
 class Schedule:
@@ -85,7 +86,7 @@ class Schedule:
                 for s, rate in self.rates.items():
                     s.rerate_(factor * rate)
                 recipes.rerated(self.model)
-                stand_ins.renew_all(self.model)
+                gradient_leaves.refresh_all(self.model)
             self.factor = factor
         return factor
 

@@ -1,20 +1,22 @@
 """Slices: which units a layer keeps at this training step, and how they are re-normalised.
 
 A :class:`Slice` keeps ``width`` consecutive units out of ``size``. The width never changes; the *start* is drawn
-anew for every optimizer step. Everything that must agree on the kept units (the rows of one weight, the batch norm
-after it, the columns of the next weight) holds the *same* ``Slice`` object, so nothing can fall out of step.
+anew for every optimizer step (``drawing``). Everything that must agree on the kept units (the rows of one weight, the
+batch norm after it, the columns of the next weight) holds the *same* ``Slice`` object, so nothing can fall out of step.
+
+An :class:`Axis` is a slice along one dimension of a tensor, and a :class:`Take` says which axes a parameter is sliced
+along. This module knows nothing of the rest of the library.
 
 The start lives twice: as an int64 tensor on the model's device, which kernels and compiled graphs read, and as a
-Python int, which eager CPU code uses to make views. ``draw`` writes both; a forward pass only ever reads them.
+Python int, which eager code uses to make views. ``drawing`` writes both; a forward pass only ever reads them.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +50,12 @@ class Slice:
         (6, (0, 1, 2, 3, 4))
     """
 
+    contiguous = True
+    """Whether the kept units lie side by side, so that one start says which they are."""
+
+    owner: Any
+    """The :class:`~sliceout.Slices` that draws this slice together with others; ``drawing`` sets it."""
+
     def __init__(
         self,
         size: int,
@@ -60,25 +68,25 @@ class Slice:
         seed: int = 0,
         grads: str = "dense",
     ) -> None:
-        _one_of("grads", grads, GRADS)
-        _one_of("sampling", sampling, SAMPLINGS)
-        _one_of("norm", norm, NORMS)
-        _one_of("fold", fold, FOLDS)
-        self.size = _whole("size", size)
-        self.rate = _number("rate", rate)
+        check_choice("grads", grads, GRADS)
+        check_choice("sampling", sampling, SAMPLINGS)
+        check_choice("norm", norm, NORMS)
+        check_choice("fold", fold, FOLDS)
+        self.size = as_int("size", size)
+        self.rate = as_float("rate", rate)
         self.width, self.align = width_of(self.size, self.rate, align)
         self.sampling = sampling
         self.norm = norm
         self.fold = fold
         self.grads = grads
-        self.seed = _whole("seed", seed)
+        self.seed = as_int("seed", seed)
         self.stream = 0
         self.on = True
         self._axes: dict[tuple[int, int], Axis] = {}
         self.gain, self.scale = self._scale()
         self.start = torch.zeros(1, dtype=torch.int64, device="cpu")  # whatever the default device is
         self.start_on_host = 0
-        self.family = Slices([self])
+        self.owner: Any = None
 
     # -- what can be drawn -------------------------------------------------------------------------------------------
 
@@ -139,7 +147,7 @@ class Slice:
         """Keep the start (and the scale) on ``device``. Does nothing if they are there."""
         if device in (self.start.device, torch.device("meta")):
             return
-        self.start = self._start_as_tensor().to(device)
+        self.start = self.start_as_tensor().to(device)
         tensors = [self.start]
         if self.scale is not None:
             self.scale = self.scale.to(device)
@@ -148,23 +156,25 @@ class Slice:
             for t in tensors:  # CUDA graphs read them in place instead of copying them in
                 torch._dynamo.mark_static_address(t, guard=False)
 
-    def _start_as_tensor(self) -> Tensor:
+    def start_as_tensor(self) -> Tensor:
+        """What ``start`` holds, made anew on the host."""
         return torch.tensor([self.start_on_host], dtype=torch.int64, device="cpu")
 
     @classmethod
-    def settle(cls, members: list[Any]) -> None:
-        """Called when these slices of this class got new starts; more than a start follows from it in subclasses."""
+    def after_draw(cls, members: list[Any]) -> None:
+        """Called when these slices of this class got new starts: subclasses derive more than a start from them."""
 
     def rerate_(self, rate: float) -> None:
         """Change the rate and with it the width. Tensors change in place: graphs of an earlier rate stay valid."""
-        self.width, _ = width_of(self.size, _number("rate", rate), self.align)
+        self.width, _ = width_of(self.size, as_float("rate", rate), self.align)
         self.rate = float(rate)
         self.gain, scale = self._scale()
         if self.scale is None:
             self.scale = None if scale is None else scale.to(self.start.device)
         elif scale is not None:
             self.scale.copy_(scale)
-        self.family.seek_(self.family.step)
+        if self.owner is not None:
+            self.owner.seek_(self.owner.step)
 
     @property
     def share(self) -> str:
@@ -197,7 +207,7 @@ class Axis:
 
     def __post_init__(self) -> None:
         for name in ("blocks", "inner"):
-            value = _whole(name, getattr(self, name))
+            value = as_int(name, getattr(self, name))
             if value < 1:
                 raise ValueError(f"{name}={value}: expected at least 1")
             object.__setattr__(self, name, value)
@@ -231,123 +241,82 @@ class Axis:
         return f"{self.slice}{tile}"
 
 
-def factors(
-    rows: Axis | None, cols: Axis | None, scale_rows: bool, scale_cols: bool
-) -> tuple[float, Tensor | None, Tensor | None]:
-    """``gain, row_scale, col_scale``: the wanted normalisations as one number, and as vectors where units differ."""
-    if not scale_rows and not scale_cols:
-        return 1.0, None, None
-    gain, scales = 1.0, list[Tensor | None]()
-    for axis, wanted in ((rows, scale_rows), (cols, scale_cols)):
-        scales.append(None)
-        if axis is not None and wanted:
-            if axis.slice.gain is None:
-                scales[-1] = axis.slice.scale
-            else:
-                gain *= axis.slice.gain
-    return gain, scales[0], scales[1]
-
-
 @dataclass(frozen=True)
-class Joint:
-    """Axes one after the other along a dimension: the parts of a fused projection, each with a slice of its own."""
+class ConcatAxis:
+    """Axes one after the other along a dimension: the sections of a fused projection, each with its own slice."""
 
-    parts: tuple[Axis, ...]
+    sections: tuple[Axis, ...]
 
     @property
     def slice(self) -> Slice:
-        """The first one: all parts are sliced or none."""
-        return self.parts[0].slice
+        """The first one: all sections are sliced or none."""
+        return self.sections[0].slice
 
     @property
     def slices(self) -> list[Slice]:
-        return [a.slice for a in self.parts]
+        return [a.slice for a in self.sections]
 
     @property
     def size(self) -> int:
-        return sum(a.size for a in self.parts)
+        return sum(a.size for a in self.sections)
 
     @property
     def width(self) -> int:
-        return sum(a.width for a in self.parts)
+        return sum(a.width for a in self.sections)
 
     @property
     def kept(self) -> Tensor:
         """Indices along the dimension that are kept now."""
         offset, out = 0, []
-        for a in self.parts:
+        for a in self.sections:
             out.append(a.kept + offset)
             offset += a.size
         return torch.cat(out)
 
     def __repr__(self) -> str:
-        return " + ".join(map(repr, self.parts))
+        return " + ".join(map(repr, self.sections))
 
 
-class Slices:
-    """The slices of one model: drawn together, with one step count, so that a run can be repeated and resumed."""
+class Take(NamedTuple):
+    """Which part of a parameter a layer uses: the slices along dimensions 0 and 1, and which normalisations go in.
 
-    def __init__(self, slices: Iterable[Slice], step: int = 0) -> None:
-        self.members = list(slices)
-        self.drawn = 0  # how often draw_ was called on this object
-        self.stamp = 0  # changes whenever starts may have
-        self.witness: int | None = None  # see draws.notice
-        self.version = self.changes = 0
-        self._ahead: Ahead | None = None
-        self.fetched: Any = None  # see ops.gather
-        self._tell_apart()
-        for s in self.members:
-            s.family = self
-        self.seek_(step)
+    The one description of a take: layers make it, ``ops.take`` carries it out, and compact gradients are placed by it.
+    """
 
-    def _tell_apart(self) -> None:
-        """No two slices may draw alike."""
-        if len({(s.seed, s.stream) for s in self.members}) < len(self.members):
-            for stream, s in enumerate(self.members):
-                s.stream = stream
+    rows: Axis | ConcatAxis | None
+    cols: Axis | ConcatAxis | None = None
+    scale_rows: bool = False
+    scale_cols: bool = False
 
-    def __iter__(self) -> Iterator[Slice]:
-        return iter(self.members)
+    @property
+    def axes(self) -> list[Axis | ConcatAxis]:
+        """Those that are sliced."""
+        return [a for a in (self.rows, self.cols) if a is not None]
 
-    def __len__(self) -> int:
-        return len(self.members)
+    @property
+    def simple(self) -> bool:
+        """Whether it is at most one run of units along each dimension, up to wrapping: no fused sections, no subset."""
+        return all(isinstance(a, Axis) and a.slice.contiguous for a in self.axes)
 
-    def draw_(self) -> None:
-        """Move on to the next step's starts."""
-        self.drawn += 1
-        self.stamp += 1
-        self.step += 1
-        if self._ahead is None or not self._ahead.knows(self.step):
-            if self._ahead is None:
-                self._tell_apart()  # what was loaded may have come from before they met
-            self._ahead = Ahead(self.members, self.step, AHEAD)
-        self._ahead.draw(self.step)
+    @property
+    def compact(self) -> bool:
+        """Whether gradients come back slice-sized: what all its slices must want."""
+        return bool(self.axes) and self.simple and all(a.slice.grads == "compact" for a in self.axes)
 
-    def seek_(self, step: int) -> None:
-        """Go to the starts of ``step``, as after loading a checkpoint."""
-        self.step = step
-        self.stamp += 1
-        self._ahead = None  # made anew at the next draw
-        Ahead(self.members, step, 1).draw(step)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What to save where checkpoints do not keep the metadata of ``model.state_dict()`` (safetensors, DCP)."""
-        return {"step": self.step, "slices": [[s.seed, s.stream, s.size, s.width] for s in self.members]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken."""
-        here, there = [[s.size, s.width] for s in self.members], [list(x[2:]) for x in state["slices"]]
-        if here != there:
-            raise ValueError(f"saved slices [size, width] {there}, but this model's are {here}: convert it alike first")
-        for s, (seed, stream, *_) in zip(self.members, state["slices"], strict=True):
-            s.seed, s.stream = seed, stream
-        self.seek_(state["step"])
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "witness": None, "version": 0, "changes": 0, "_ahead": None, "fetched": None}
-
-    def __repr__(self) -> str:
-        return f"Slices(step={self.step}, {self.members})"
+    @property
+    def factors(self) -> tuple[float, Tensor | None, Tensor | None]:
+        """``gain, row_scale, col_scale``: the normalisations as one number, and as vectors where units differ."""
+        if not self.scale_rows and not self.scale_cols:
+            return 1.0, None, None
+        gain, scales = 1.0, list[Tensor | None]()
+        for axis, wanted in ((self.rows, self.scale_rows), (self.cols, self.scale_cols)):
+            scales.append(None)
+            if axis is not None and wanted:
+                if axis.slice.gain is None:
+                    scales[-1] = axis.slice.scale
+                else:
+                    gain *= axis.slice.gain
+        return gain, scales[0], scales[1]
 
 
 def width_of(size: int, rate: float, align: int | None) -> tuple[int, int]:
@@ -358,7 +327,7 @@ def width_of(size: int, rate: float, align: int | None) -> tuple[int, int]:
         raise ValueError(f"rate={rate}: expected 0 <= rate < 1")
     if align is None:
         align = math.gcd(size, 8) if size >= 64 else 1
-    align = _whole("align", align)
+    align = as_int("align", align)
     if align < 1:
         raise ValueError(f"align={align}: expected a positive whole number")
     if rate == 0:
@@ -374,92 +343,24 @@ def width_of(size: int, rate: float, align: int | None) -> tuple[int, int]:
     return min(width, size - size % align), align
 
 
-# -- drawing: a counter-based generator, so that (seed, stream, step) says it all --------------------------------------
-
-_M32 = 0xFFFFFFFF
-
-
-def _mix(x: Tensor) -> Tensor:
-    """A bijective 32-bit hash (Wellons' lowbias32) on int64 tensors.
-
-    The second multiplier is written as a negative number, equal modulo 2**32, so that no product leaves int64.
-    """
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _M32
-    x = ((x ^ (x >> 15)) * (0x846CA68B - (1 << 32))) & _M32
-    return x ^ (x >> 16)
-
-
-def table(slices: list[Slice]) -> Tensor:
-    """What the draw needs to know of each slice: int64 ``[n, 5]``, rows of ``(seed, stream, *Slice.rule)``."""
-    return torch.tensor([(s.seed & _M32, s.stream, *s.rule) for s in slices], dtype=torch.int64, device="cpu")
-
-
-def starts_at(step: int | Tensor, table: Tensor) -> Tensor:
-    """The starts of all slices at ``step``: plain integer arithmetic, so CPU and GPU agree.
-
-    ``step`` is a number, or an int64 tensor on the table's device where the draw itself is part of a captured graph.
-    """
-    seed, stream, count, stride, last = table.unbind(1)
-    bits = _mix((_mix((_mix(seed) + step) & _M32) + stream * 0x9E3779B9) & _M32)
-    return torch.minimum(((bits * count) >> 32) * stride, last)
-
-
-AHEAD = 64
-"""Steps whose starts are computed together: one at a time would cost eager training half a millisecond a step."""
-
-
-class Ahead:
-    """The starts of ``slices`` at ``count`` steps from ``first`` on, on the host and on the devices."""
-
-    def __init__(self, slices: list[Slice], first: int, count: int) -> None:
-        self.slices, self.first = slices, first
-        starts = starts_at(torch.arange(first, first + count, device="cpu")[:, None], table(slices))
-        self.on_host: list[list[int]] = starts.tolist()
-        self.tensors = [s.start for s in slices]
-        on_device: dict[torch.device, list[int]] = {}
-        for i, s in enumerate(slices):
-            if len(s.start) == 1:
-                on_device.setdefault(s.start.device, []).append(i)
-        self.on_device = [
-            ([self.tensors[i] for i in members], starts[:, members, None].to(device, non_blocking=True))  # no waiting
-            for device, members in on_device.items()
-        ]
-        kinds: list[Any] = list(dict.fromkeys(map(type, slices)))
-        self.kinds = [(k, [s for s in slices if type(s) is k]) for k in kinds if k is not Slice]
-
-    def knows(self, step: int) -> bool:
-        """Whether ``step`` is among them, and the starts are still kept in the same places."""
-        return 0 <= step - self.first < len(self.on_host) and all(
-            s.start is t for s, t in zip(self.slices, self.tensors, strict=True)
-        )
-
-    def draw(self, step: int) -> None:
-        """Set all starts to those of ``step``: one copy on each device."""
-        row = step - self.first
-        for s, start in zip(self.slices, self.on_host[row], strict=True):
-            s.start_on_host = start
-        for tensors, values in self.on_device:
-            torch._foreach_copy_(tensors, values[row].unbind())
-        for kind, members in self.kinds:
-            kind.settle(members)
-
-
 # -- checking what was passed ------------------------------------------------------------------------------------------
 
 
-def _whole(name: str, value: Any) -> int:
+def as_int(name: str, value: Any) -> int:
     """``value`` as an int, numpy's and the like included."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name}={value!r}: expected a whole number")
     return operator.index(value)
 
 
-def _number(name: str, value: Any) -> float:
+def as_float(name: str, value: Any) -> float:
+    """``value`` as a float; text is not taken for a number."""
     if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
         raise TypeError(f"{name}={value!r}: expected a number")
     return float(value)
 
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise unless ``value`` is one of ``allowed``."""
     if value not in allowed:
         raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")

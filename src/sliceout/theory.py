@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .schemes.subset import Subset
 from .slices import Slice
-from .subset import Subset
 
 
 def architectures(*slices: Slice) -> int:

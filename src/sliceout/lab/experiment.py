@@ -321,7 +321,7 @@ def replaced(experiment: Experiment, **changes: Any) -> Experiment:
 
 def scheme_of(experiment: Experiment, given: Mapping[str, Any]) -> dict[str, Any]:
     """The whole scheme: what is given, else the experiment's; what a scheme does not have is ``None``."""
-    from ..baselines import SCHEMES
+    from ..conversion.baselines import SCHEMES
 
     out = {**dict.fromkeys(_SCHEME), **experiment.scheme, **{k: v for k, v in given.items() if v is not None}}
     scheme, rate = out["scheme"], out["rate"]

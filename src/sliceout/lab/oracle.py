@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..groups import Group, Member
-from ..report import Report
+from ..conversion.groups import Group, Member
+from ..conversion.report import Report
+from ..schemes.subset import Subset
 from ..slices import Slice
-from ..subset import Subset
 
 _LAST = (nn.LayerNorm, nn.RMSNorm)
 _NUMBERS = ("normalized_shape", "num_channels", "num_features", "num_groups")

@@ -16,8 +16,8 @@ arrives: full input, full layer. So ``eval()`` runs the plain code of the plain 
 
 from .attention import MultiheadAttention
 from .base import Sliced
+from .factory import plain_, slice_
 from .mixing import Conv1D, Conv1d, Conv2d, Conv3d, Linear
-from .swap import plain_, slice_
 from .unitwise import (
     BatchNorm1d,
     BatchNorm2d,

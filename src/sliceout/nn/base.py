@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import draws, stand_ins
+from .. import compact, drawing, stepping
+from ..compact import gradient_leaves
 from ..ops import StandIn
-from ..slices import Axis, Joint, Slice
+from ..slices import Axis, ConcatAxis, Slice, Take
 
 
 class Sliced:
@@ -28,13 +29,13 @@ class Sliced:
     """The slices by role: ``in`` and ``out``, or ``unit`` for a layer that treats each unit by itself."""
 
     _stand_ins: dict[str, StandIn] = {}  # noqa: RUF012 (replaced, never changed)
-    """What receives compact gradients in compiled graphs; see ``sliceout.stand_ins``."""
+    """What receives compact gradients in compiled graphs; see ``sliceout.compact.gradient_leaves``."""
 
     def bind(self, axes: dict[str, Axis]) -> None:
         """Accept the slices; raises before anything is changed."""
         raise NotImplementedError
 
-    def takes(self) -> dict[str, stand_ins.Taken]:
+    def takes(self) -> dict[str, Take]:
         """What is taken of which parameter while all slices are live, as far as its gradient may be compact."""
         return {}
 
@@ -53,25 +54,25 @@ class Sliced:
             for s in self.slices:
                 s.to(t.device)
             break
-        stand_ins.renew(self)
+        gradient_leaves.refresh(self)
 
     def train(self, mode: bool = True) -> Any:
         if mode and self._stand_ins:
-            stand_ins.renew(self)  # a parameter may have got hooks
-        if self.training and not mode and "out" in self.axes and not self.axes["out"].slice.family.drawn:
-            draws.notice(self.axes["out"].slice.family, self.weight, forward=False)  # type: ignore[attr-defined]
+            gradient_leaves.refresh(self)  # a parameter may have got hooks
+        if self.training and not mode and "out" in self.axes and not self.axes["out"].slice.owner.drawn:
+            stepping.check_drawn(self.axes["out"].slice.owner, self.weight, forward=False)  # type: ignore[attr-defined]
         return super().train(mode)  # type: ignore[misc]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
-        draws.watch(self)  # type: ignore[arg-type]
-        stand_ins.renew(self)
+        watch(self)  # type: ignore[arg-type]
+        gradient_leaves.refresh(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return _without_its_own(super().__getstate__())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        from .swap import _made, _rebuild
+        from .factory import _made, _rebuild
 
         plain = type(self)._plain
         if _made.get(plain) is type(self):  # a class made on the fly cannot be pickled by name
@@ -88,18 +89,18 @@ class Sliced:
         metadata = getattr(destination, "_metadata", None)  # beside the keys: an unconverted model loads them as ever
         if metadata is not None:
             metadata[prefix[:-1]]["sliceout"] = {
-                role: [draws.position(s) for s in a.slices] for role, a in self.axes.items()
+                role: [drawing.position(s) for s in a.slices] for role, a in self.axes.items()
             }
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[misc]
         self._place()  # assign=True may have brought parameters of another device
         for s in self.slices:
-            s.family.witness = None  # loading is not training: see draws.notice
+            s.owner.observed = None  # loading is not training: see stepping.check_drawn
         for role, positions in local_metadata.get("sliceout", {}).items():
             if role in self.axes:
                 for s, position in zip(self.axes[role].slices, positions, strict=False):
-                    draws.seek(s, position)
+                    drawing.seek(s, position)
 
     def extra_repr(self) -> str:
         axes = ", ".join(f"{_argument(role)}={a}" for role, a in self.axes.items())
@@ -126,9 +127,17 @@ class Sliced:
         axis = self.axes.get("out")
         if axis is None or not self.training or not axis.slice.sliced:  # type: ignore[attr-defined]
             return None
-        if not torch.compiler.is_compiling() and not axis.slice.family.drawn:
-            draws.notice(axis.slice.family, self.weight)  # type: ignore[attr-defined]
+        if not torch.compiler.is_compiling() and not axis.slice.owner.drawn:
+            stepping.check_drawn(axis.slice.owner, self.weight)  # type: ignore[attr-defined]
         return axis
+
+
+def watch(layer: Any) -> None:
+    """Draw the slices of this layer after every optimizer step that updates it."""
+    drawing.register(layer)
+    stepping.observe_optimizers()
+    if any(s.grads == "compact" for s in layer.slices):
+        compact.observe()
 
 
 ITS_OWN = ("_stand_ins", "_statistics")
@@ -158,7 +167,7 @@ def _argument(role: str) -> str:
 
 def _axes(given: dict[str, Any]) -> dict[str, Axis]:
     for role, s in given.items():
-        if not isinstance(s, Slice | Axis | Joint | None):
+        if not isinstance(s, Slice | Axis | ConcatAxis | None):
             raise TypeError(f"{_argument(role)}={s!r}: expected a Slice, or an Axis from Slice.axis")
     return {role: s.axis() if isinstance(s, Slice) else s for role, s in given.items() if s is not None}
 
@@ -169,7 +178,7 @@ def _attach(module: Any, given: dict[str, Any], checked: bool = False) -> None:
         module.bind(axes)
     module.axes = axes
     module._place()
-    draws.watch(module)
+    watch(module)
 
 
 def _check_size(module: Any, axis: Axis | None, expected: int, name: str) -> None:

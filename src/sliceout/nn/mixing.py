@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import by_views, take
-from ..slices import Axis, Joint
-from ..stand_ins import Taken
+from ..slices import Axis, ConcatAxis, Take
 from .base import Sliced, _attach, _autocast_dtype, _check_size
 
 
@@ -36,18 +35,18 @@ class _Mixing(Sliced):
         scale_out = scale_cols if self.transposed else scale_rows
         return weight, take(full_bias, out, scale_rows=scale_out, dtype=dtype, stand_in=self._stand_ins.get("bias"))
 
-    def _taken(self, out: Axis | None, into: Axis | None) -> Taken:
+    def _taken(self, out: Axis | None, into: Axis | None) -> Take:
         """How the weight is taken if these slices are live."""
         scale_out = out is not None and out.slice.fold == "producer"
         scale_in = into is not None and into.slice.fold == "consumer"
-        return Taken(into, out, scale_in, scale_out) if self.transposed else Taken(out, into, scale_out, scale_in)
+        return Take(into, out, scale_in, scale_out) if self.transposed else Take(out, into, scale_out, scale_in)
 
-    def takes(self) -> dict[str, Taken]:
+    def takes(self) -> dict[str, Take]:
         return self._both(self.axes.get("out"), self.axes.get("in"))
 
-    def _both(self, out: Axis | None, into: Axis | None) -> dict[str, Taken]:
+    def _both(self, out: Axis | None, into: Axis | None) -> dict[str, Take]:
         scale_out = out is not None and out.slice.fold == "producer"
-        return {"weight": self._taken(out, into), "bias": Taken(out, None, scale_out)}
+        return {"weight": self._taken(out, into), "bias": Take(out, None, scale_out)}
 
 
 class Linear(_Mixing, nn.Linear):
@@ -150,10 +149,10 @@ class _Conv(_Mixing):
         """How the input's slice lies along the columns of the weight: every group holds its own."""
         return into.slice.axis(inner=into.inner) if into is not None and self.groups > 1 else into
 
-    def takes(self) -> dict[str, Taken]:
+    def takes(self) -> dict[str, Take]:
         out, into = self.axes.get("out"), self.axes.get("in")
         if self.groups > 1 and _whole_groups(self.axes, self.groups):
-            return {"weight": Taken(out), "bias": Taken(out)}
+            return {"weight": Take(out), "bias": Take(out)}
         return self._both(out, self._columns(into))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -217,7 +216,7 @@ class Conv3d(_Conv, nn.Conv3d):
         _attach(self, {"in": in_slice, "out": out_slice})
 
 
-def _gain(axis: Axis | Joint) -> float | None:
+def _gain(axis: Axis | ConcatAxis) -> float | None:
     """The normalisation if it is one number along the whole axis."""
     gains = {s.gain for s in axis.slices}
     return gains.pop() if len(gains) == 1 else None

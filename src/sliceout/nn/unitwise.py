@@ -9,16 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import in_place, one_launch, store_, take, take_pair, views
-from ..slices import Axis
-from ..stand_ins import Taken
+from ..slices import Axis, Take
 from .base import Sliced, _attach, _check_last, _check_size
 
 
 class _Unitwise(Sliced):
     """Layers whose parameters have an entry for every unit."""
 
-    def takes(self) -> dict[str, Taken]:
-        return {name: Taken(self.axes.get("unit")) for name in self._parameters}  # type: ignore[attr-defined]
+    def takes(self) -> dict[str, Take]:
+        return {name: Take(self.axes.get("unit")) for name in self._parameters}  # type: ignore[attr-defined]
 
     def _small(self, name: str, axis: Axis) -> Any:
         """The kept entries of a parameter, if there is one."""

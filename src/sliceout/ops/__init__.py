@@ -20,15 +20,13 @@ import contextlib
 import math
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
-from . import gather, library, reference, tables, views
-
-if TYPE_CHECKING:
-    from ..slices import Axis, Joint
+from ..slices import Axis, ConcatAxis
+from . import library, prefetch, reference, tables, views
 
 __all__ = ["by_views", "in_place", "library", "one_launch", "store_", "take", "take_pair", "without_views"]
 
@@ -60,8 +58,8 @@ def without_views() -> Iterator[None]:
 
 def take(
     full: Tensor,
-    rows: Axis | Joint | None = None,
-    cols: Axis | Joint | None = None,
+    rows: Axis | ConcatAxis | None = None,
+    cols: Axis | ConcatAxis | None = None,
     *,
     scale_rows: bool = False,
     scale_cols: bool = False,
@@ -79,11 +77,11 @@ def take(
     """
     if rows is None and cols is None:
         return full if dtype is None else full.to(dtype)
-    if not torch.compiler.is_compiling() and gather.usable(full):
-        small = gather.take(full, rows, cols, scale_rows, scale_cols, dtype)
+    if not torch.compiler.is_compiling() and prefetch.usable(full):
+        small = prefetch.take(full, rows, cols, scale_rows, scale_cols, dtype)
         if small is not None:
             return small
-    if hasattr(rows, "parts") or hasattr(cols, "parts"):
+    if isinstance(rows, ConcatAxis) or isinstance(cols, ConcatAxis):
         return _take_parts(full, rows, cols, scale_rows=scale_rows, scale_cols=scale_cols, dtype=dtype)
     for dim, axis in enumerate((rows, cols)):
         if axis is not None and full.shape[dim] != axis.size:
@@ -92,7 +90,7 @@ def take(
             )
     table = any(a is not None and reference.is_table(a.slice.start) for a in (rows, cols))
     if full.requires_grad and not table and _wants_compact(full, rows, cols):
-        from ..grads import Take
+        from ..compact.gradient import Take
 
         settings = {"scale_rows": scale_rows, "scale_cols": scale_cols, "dtype": dtype}
         return Take.apply(full, rows, cols, settings)
@@ -134,10 +132,10 @@ def _wants_compact(full: Tensor, rows: Axis | None, cols: Axis | None) -> bool:
 
 
 def _take_parts(full: Tensor, rows: Any, cols: Any, **settings: Any) -> Tensor:
-    """Fused projections: each part of a ``Joint`` axis is taken by its own slice."""
-    dim, joint = (0, rows) if hasattr(rows, "parts") else (1, cols)
+    """Fused projections: each part of a ``ConcatAxis`` axis is taken by its own slice."""
+    dim, joint = (0, rows) if isinstance(rows, ConcatAxis) else (1, cols)
     taken, offset = [], 0
-    for part in joint.parts:
+    for part in joint.sections:
         section = full.narrow(dim, offset, part.size)
         taken.append(take(section, *((part, cols) if dim == 0 else (rows, part)), **settings))
         offset += part.size
@@ -147,7 +145,7 @@ def _take_parts(full: Tensor, rows: Any, cols: Any, **settings: Any) -> Tensor:
 def take_pair(
     first: Tensor | None,
     second: Tensor | None,
-    rows: Axis | Joint,
+    rows: Axis | ConcatAxis,
     stand_ins: tuple[StandIn | None, StandIn | None] = (None, None),
 ) -> tuple[Tensor | None, Tensor | None]:
     """:func:`take` of two vectors, such as weight and bias, if there are two: in a compiled graph in one launch."""
@@ -162,34 +160,34 @@ def take_pair(
     return one, None if second is None else take(second, rows, stand_in=stand_ins[1])
 
 
-def one_launch(rows: Axis | Joint) -> TypeGuard[Axis]:
+def one_launch(rows: Axis | ConcatAxis) -> TypeGuard[Axis]:
     """Whether the ops over several vectors along ``rows`` are called: in compiled graphs, if it is but one slice.
 
     Eager code has its own ways (views, ``gather``), and a trace is to see each take by itself.
     """
-    return torch.compiler.is_compiling() and not hasattr(rows, "parts")
+    return torch.compiler.is_compiling() and not isinstance(rows, ConcatAxis)
 
 
-def in_place(rows: Axis | Joint, full: Tensor) -> TypeGuard[Axis]:
+def in_place(rows: Axis | ConcatAxis, full: Tensor) -> TypeGuard[Axis]:
     """Whether eager code lets the kept entries of a vector without gradient be changed where they are."""
     return (
         by_views(full)
-        and not hasattr(rows, "parts")
+        and not isinstance(rows, ConcatAxis)
         and not reference.is_table(rows.slice.start)
         and not views._transformed()
-        and not gather._watched()
+        and not prefetch._watched()
         and not full.is_inference()
     )
 
 
-def store_(fulls: Sequence[Tensor], smalls: Sequence[Tensor], rows: Axis | Joint) -> None:
+def store_(fulls: Sequence[Tensor], smalls: Sequence[Tensor], rows: Axis | ConcatAxis) -> None:
     """Write each of ``smalls`` over the kept entries of its vector in ``fulls``, which get no gradient."""
     if not torch.compiler.is_compiling() and all(s._base is f for s, f in zip(smalls, fulls, strict=True)):
         return  # views: what was written to them is in place
-    if hasattr(rows, "parts"):
-        sizes, widths = ([getattr(part, what) for part in rows.parts] for what in ("size", "width"))
+    if isinstance(rows, ConcatAxis):
+        sizes, widths = ([getattr(part, what) for part in rows.sections] for what in ("size", "width"))
         sections = zip(*(f.split(sizes) for f in fulls)), zip(*(s.split(widths) for s in smalls))  # noqa: B905
-        for section, kept, part in zip(*sections, rows.parts, strict=True):
+        for section, kept, part in zip(*sections, rows.sections, strict=True):
             store_(section, kept, part)
         return
     start, geometry = rows.slice.start, rows.geometry

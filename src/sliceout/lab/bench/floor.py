@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...borrow import _NUMBERS as BORROWED
-from ...borrow import _smaller
-from ...convert import _undo
+from ...conversion.convert import _undo
 from ...nn.base import Sliced
+from ...nn.foreign import _NUMBERS as BORROWED
+from ...nn.foreign import _smaller
 from ...slices import Axis
 from .. import LabError
 

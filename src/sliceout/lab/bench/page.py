@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...payoff import MANY
+from ...conversion.profitability import MANY
 from .. import LabError
 from . import profile_page, scripts_page, show
 from .cases import SUITES, case_of

@@ -86,7 +86,8 @@ def kind_of(name: str, ours: frozenset[str] = frozenset()) -> str:
 
 def our_kernels() -> frozenset[str]:
     """The names under which a profiler shows the library's Triton kernels."""
-    from ...ops import kernels, many
+    from ...ops import kernels
+    from ...ops import multi_tensor as many
 
     return frozenset(n for m in (kernels, many) for n, f in vars(m).items() if hasattr(f, "fn") and hasattr(f, "run"))
 
@@ -193,8 +194,8 @@ def _fetched(work: Work) -> Iterable[Tensor]:
     for module in work.net.modules():
         if isinstance(module, Sliced):
             for s in module.slices:
-                if s.family.fetched is not None:
-                    yield from s.family.fetched.held()
+                if s.owner.fetched is not None:
+                    yield from s.owner.fetched.held()
 
 
 def on_cpu(step: Callable[[], Any], work: Work, batch: int) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def _batch(case: Case, net: nn.Module, size: int, device: torch.device) -> tuple
 
 def _user_batch(net: nn.Module, case: Case, size: int, draw: torch.Generator, device: torch.device) -> Any:
     """From the shapes that ``convert_`` would guess for the model; targets are drawn for whatever comes out of it."""
-    from ...inputs import guesses
+    from ...conversion.inputs import guesses
 
     shape = next((args[0].shape[1:] for args, kwargs in guesses(net) if args and args[0].is_floating_point()), None)
     if shape is None:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 
-from ... import draws
+from ... import drawing as draws
 from .. import LabError, energy, results
 from ..experiment import SLICED, Job
 from .checkpoint import Checkpoints, writing

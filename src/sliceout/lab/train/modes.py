@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ... import draws
+from ... import stepping
 from ...capture import _Snapshot, capture
 
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -68,7 +68,7 @@ def make_step(mode: str, model: nn.Module, optimizer: Optimizer, batch: tuple[Te
         return step(x, y)
 
     kept = _Snapshot(model, optimizer)
-    with _random_state_kept(device), draws.paused():
+    with _random_state_kept(device), stepping.paused():
         for _ in range(WARM_UP):
             replayed(*batch)
         optimizer.zero_grad(set_to_none=True)

@@ -12,7 +12,7 @@ def arrange(groups: list[Group], paper_exclusions: bool) -> None:
     """
     streams = [g for g in groups if g.reason == RESIDUAL]
     written = {name for g in streams for name in g.names("out")}
-    outside = [g for g in groups if g.family == "conv"]
+    outside = [g for g in groups if g.kind == "conv"]
     inside: list[Group] = []
     while found := [g for g in outside if not g.reads_input and written & set(g.names("in"))]:
         inside += found  # their consumers write into the stream, or into a group that does
@@ -21,7 +21,7 @@ def arrange(groups: list[Group], paper_exclusions: bool) -> None:
     if not inside:
         return
     for group in inside:
-        group.family = "residual"
+        group.kind = "residual"
     place = {g: i for i, g in enumerate(groups)}
     first = min(place[g] for g in streams)
     stem = _chain_from_input([*inside, *outside])

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from .. import draws
+from .. import drawing
 from .base import ITS_OWN, Sliced, _argument, _axes, adopt, place_after_loading
 from .mixing import Conv1D, Conv1d, Conv2d, Conv3d, Linear
 from .unitwise import (
@@ -97,7 +97,7 @@ def plain_(module: nn.Module) -> nn.Module:
     plain: Any = type(module)._plain
     if plain is nn.Module or "_plain" not in vars(type(module)):  # a subclass of a sliced layer is more than that layer
         raise TypeError(f"{type(module).__name__} was made sliced and has no plain form to return to")
-    draws.unwatch(module)
+    drawing.unregister(module)
     del module.axes
     for made in ITS_OWN:
         vars(module).pop(made, None)

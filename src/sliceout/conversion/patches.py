@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .blocks import Form, looks_residual, recognise
-from .dryrun import DryRun
+from ..drawing import Slices
+from ..ops import without_views
+from ..schemes.patch import Side, patch_, window
+from ..schemes.residual_blocks import Form
+from .dry_run import DryRun
 from .groups import Group, Member
-from .ops import without_views
-from .patch import Side, patch_, window
 from .report import Cost, Report, Row
-from .slices import Slices
+from .residual_blocks import looks_residual, recognise
 from .trace import Guesses, Where
 
 Size = tuple[int, int]
@@ -110,7 +111,7 @@ def _group(name: str, block: nn.Module, sizes: dict[str, tuple[Size, Size]]) -> 
     layers = [f"{name}.{n}" if name else n for n, _ in block.named_modules() if n]
     first = f"{name}.conv1" if name else "conv1"
     height = sizes[name][1][0] if name in sizes else 0
-    return Group(name, height, [Member(first, "in", 1, 1)], passes=[n for n in layers if n != first], family="patch")
+    return Group(name, height, [Member(first, "in", 1, 1)], passes=[n for n in layers if n != first], kind="patch")
 
 
 def _kind(block: nn.Module) -> Any:

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
+from ...nn.base import Sliced, adopt
+from ...slices import Slice
 from ..groups import RIVAL, Group, Member
-from ..nn.base import Sliced, adopt
-from ..slices import Slice
 from ..trace import Trace
 from .rotary import split_off_values_
 
@@ -40,9 +40,9 @@ def arrange(model: nn.Module, groups: list[Group], trace: Trace, attention: str)
     homes = {name for g in groups for name in (*g.contracted, *g.batched)}
     for group in groups:
         layers = [m.module for m in group.members]
-        if group.family == "mlp" and any(n.startswith(h + ".") for n in layers for h in homes if h):
-            group.family = "attention"
-        if group.family != "attention":
+        if group.kind == "mlp" and any(n.startswith(h + ".") for n in layers for h in homes if h):
+            group.kind = "attention"
+        if group.kind != "attention":
             continue
         if isinstance(modules.get(group.members[0].module), nn.MultiheadAttention):
             group.reason = "attention='off'" if attention == "off" else group.reason
@@ -74,11 +74,11 @@ def _multihead(model: nn.Module, trace: Trace, attention: str) -> list[Group]:
         heads, dims = module.num_heads, module.head_dim
         if attention == "heads":
             members = [Member(name, "heads", 1, dims)]
-            found.append(Group(name, heads, members, batched=[name], family="attention", reason=reason))
+            found.append(Group(name, heads, members, batched=[name], kind="attention", reason=reason))
         else:
             for role in ("qk", "v"):
                 members = [Member(name, role, heads, 1)]
-                found.append(Group(f"{name}.{role}", dims, members, family="attention", reason=reason))
+                found.append(Group(f"{name}.{role}", dims, members, kind="attention", reason=reason))
     return found
 
 
@@ -114,7 +114,7 @@ def adapt(model: nn.Module, groups: list[Group], made: dict[Group, Slice]) -> li
                 _follow(modules[name], made[group], numbers)
                 touched.append(modules[name])
     for group in groups:
-        if group.family == "attention" and not group.contracted and not group.batched and group.partner is None:
+        if group.kind == "attention" and not group.contracted and not group.batched and group.partner is None:
             home, _, projection = group.name.rpartition(".")
             module = modules[home]
             if isinstance(module, nn.MultiheadAttention):

@@ -7,8 +7,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..drawing import Slices
+from ..slices import Slice
 from .groups import RIVAL, Group
-from .slices import Slice, Slices
 from .trace import Trace
 
 
@@ -121,7 +122,7 @@ class Report:
             "groups": [
                 {
                     "name": r.name,
-                    "family": r.group.family,
+                    "family": r.group.kind,
                     "size": r.group.size,
                     "width": r.slice.width if r.slice else None,
                     "sampling": r.slice.sampling if r.slice else None,
@@ -145,7 +146,7 @@ class Report:
             s, g = rows[0].slice, rows[0].group
             assert s is not None
             flops, activations = (sum(saved[r.group][i] for r in rows) for i in range(2))
-            table.append((name, g.family, _readers(g), s.share, _percent(flops), _percent(activations)))
+            table.append((name, g.kind, _readers(g), s.share, _percent(flops), _percent(activations)))
         lines += _shortened(_columns(table), 16, "groups")
         flops, activations = self.flop_saving, self.activation_saving
         lines.append(f"whole model: FLOPs {_percent(flops)}, activations {_percent(activations)} per training step")

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..nn.base import Sliced, adopt
-from ..slices import Slice
+from ...nn.base import Sliced, adopt
+from ...slices import Slice
 
 
 class ValuesApart(Sliced):

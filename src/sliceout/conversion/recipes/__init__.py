@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from ...slices import Slice
 from ..groups import RIVAL, Group
-from ..slices import Slice
 from ..trace import Trace
 from . import attention as _attention
 from . import mbconv, residual

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from .borrow import is_unitwise, mixing_base
-from .nn.mixing import _Conv, _Mixing
-from .nn.swap import sliced_class
+from ..nn.factory import sliced_class
+from ..nn.foreign import is_unitwise, mixing_base
+from ..nn.mixing import _Conv, _Mixing
 from .trace import INPUT, Atom, Dim, Trace, Use, block, expand, identify
 
 RESIDUAL = "shared by a residual stream"
@@ -44,7 +44,7 @@ class Group:
     """Modules without parameters that the units go through: activation functions, pooling."""
     contracted: list[str] = field(default_factory=list)
     batched: list[str] = field(default_factory=list)
-    family: str = "mlp"
+    kind: str = "mlp"
     reads_input: bool = False
     """Whether a producer reads the input of the model: a stem."""
     reason: str | None = None
@@ -121,7 +121,7 @@ def find_groups(model: nn.Module, trace: Trace) -> list[Group]:
     groups.sort(key=list(found.values()).index)
     for group in groups:
         group.name = group.names("out")[0]
-        group.family = _family(modules, group)
+        group.kind = _kind(modules, group)
         group.reads_input = bool(stems & set(group.names("out")))
         if group.reason is None and all(".lora_A." in f".{name}" for name in group.names("out")):
             group.reason = "the rank of a LoRA adapter, which is small on purpose"
@@ -239,7 +239,7 @@ def _members(module: Any, name: str, role: str, before: int, size: int, after: i
     return [Member(name, role, before, after, dim if role == "unit" and made is None else 1)]
 
 
-def _family(modules: dict[str, nn.Module], group: Group) -> str:
+def _kind(modules: dict[str, nn.Module], group: Group) -> str:
     if group.contracted or group.batched:
         return "attention"
     convs: list[Any] = [modules[n] for n in group.names("in") + group.names("out") if isinstance(modules[n], _CONVS)]

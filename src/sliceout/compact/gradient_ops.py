@@ -1,64 +1,19 @@
-"""What torch's operations do to a :class:`~sliceout.grads.SlicedGrad`: those that leave zeros zero work on the slice.
+"""What torch's operations do to a ``SlicedGrad``: those that leave zeros zero work on the slice.
 
 Adding up, factors, norms, limits, casts and zeroing are in the table at the end. Everything else runs on the whole
-gradient (``_on_full``): right in any case, and if it writes outside the slice the gradient is dense from then on.
+gradient (``gradient.run``): right in any case, and if it writes outside the slice the gradient is dense from then on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from .grads import SlicedGrad, same_place
+from .gradient import ON_SLICES, SlicedGrad, same_place
 
 aten = torch.ops.aten
-
-
-def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func`` of arguments some of which are sliced gradients."""
-    known = _ON_SLICES.get(func)
-    if known is not None:
-        out = known(func, *args, **kwargs)
-        if out is not NotImplemented:
-            return out
-    return _on_full(func, args, kwargs)
-
-
-def _on_full(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on whole gradients; those that it changes or makes a view of stay whole from then on."""
-    met: dict[int, tuple[SlicedGrad, Tensor]] = {}
-
-    def whole(x: Any) -> Any:
-        if not isinstance(x, SlicedGrad):
-            return x
-        if id(x) not in met:
-            met[id(x)] = x, x.dense()
-        return met[id(x)][1]
-
-    whole_args, whole_kwargs = tree_map(whole, args), tree_map(whole, kwargs)
-    out = func(*whole_args, **whole_kwargs)
-    for grad, full in met.values():
-        aliased = _aliased(func, args, kwargs, grad)
-        if aliased is not None and not full.is_inference():
-            grad.full = full
-            grad._viewed |= aliased == "viewed"
-    changed = {id(full): grad for grad, full in met.values()}
-    return tree_map(lambda x: changed.get(id(x), x), out)
-
-
-def _aliased(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: SlicedGrad) -> str | None:
-    """Whether ``func`` has "written" to this gradient, returned a part of it that others may write to ("viewed"), or
-    neither."""
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            if value is grad or (isinstance(value, (list, tuple)) and any(v is grad for v in value)):
-                return "written" if argument.alias_info.is_write else "viewed"
-    return None
 
 
 def _is_number(x: Any, ndim: int = 1) -> bool:
@@ -192,7 +147,7 @@ def _zero_each(func: Any, grads: list[Tensor]) -> None:
         g.zero_()
 
 
-_ON_SLICES: dict[Any, Callable[..., Any]] = {
+ON_SLICES.update({
     aten.detach.default: _alias,
     aten.alias.default: _alias,
     aten.clone.default: _clone,
@@ -227,5 +182,4 @@ _ON_SLICES: dict[Any, Callable[..., Any]] = {
         ),
         _each,
     ),
-}  # fmt: skip
-"""Operations that are done on the slice alone, because what is zero stays zero (or counts nothing)."""
+})  # fmt: skip

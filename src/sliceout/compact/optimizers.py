@@ -1,6 +1,6 @@
 """Slice-only updates: a stock optimizer steps over the slice of a parameter and of its state, and over nothing else.
 
-With ``grads="compact"`` a sliced parameter's gradient is a :class:`~sliceout.grads.SlicedGrad`. Before any
+With ``grads="compact"`` a sliced parameter's gradient is a :class:`~sliceout.compact.gradient.SlicedGrad`. Before any
 ``optimizer.step()`` of torch's ``SGD``, ``Adam`` or ``AdamW``, those gradients are taken out of the optimizer's hands:
 its own formula, with the settings of the parameter group, is applied to the slice. The state is the optimizer's own:
 full size, under its own names, so its ``state_dict`` can be loaded without this library. Everything else in the
@@ -24,12 +24,12 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.optim.sgd import sgd
 
-from .grads import Place, SlicedGrad
-from .ops.gather import has_triton
-from .ops.views import forms, is_channels_last, looks, memory_format
+from ..ops.prefetch import has_triton
+from ..ops.views import forms, is_channels_last, looks, memory_format
+from .gradient import Place, SlicedGrad
 
 if TYPE_CHECKING:
-    from .ops import many
+    from ..ops import multi_tensor as many
 
 Work = list[tuple[Tensor, SlicedGrad]]
 
@@ -202,7 +202,8 @@ def _fused(optimizer: Optimizer, group: dict[str, Any], work: Work, names: list[
     """Update all slices in one launch, reading starts from device memory; false where there is no kernel for that."""
     if not _on_gpu(p for p, _ in work) or not has_triton():
         return False
-    from .ops import many, tables
+    from ..ops import multi_tensor as many
+    from ..ops import tables
 
     slices = _Slices(optimizer, work, names)
     device, updates = slices.device, slices.updates()
@@ -281,7 +282,7 @@ class _Slices:
         return self.places[id(place)][1]
 
     def _fit(self) -> bool:
-        from .ops import many
+        from ..ops import multi_tensor as many
 
         return (
             all(
@@ -296,7 +297,7 @@ class _Slices:
         )
 
     def _prepare(self) -> many.Updates:
-        from .ops import many
+        from ..ops import multi_tensor as many
 
         pieces = []
         for p, g, small, s in zip(self.params, self.grads, self.smalls(), self.state, strict=True):

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .slices import _M32, Slice, _mix
+from ..drawing import MASK_32, mix
+from ..slices import Slice
 
 
 class Subset(Slice):
@@ -62,13 +63,13 @@ class Subset(Slice):
 
     @property
     def kept(self) -> Tensor:
-        return self._start_as_tensor()[: self.width]
+        return self.start_as_tensor()[: self.width]
 
-    def _start_as_tensor(self) -> Tensor:
+    def start_as_tensor(self) -> Tensor:
         return tables([self.start_on_host], self.size, self.width)[0]
 
     @classmethod
-    def settle(cls, members: list[Any]) -> None:
+    def after_draw(cls, members: list[Any]) -> None:
         alike: dict[tuple[int, int], list[Subset]] = {}
         for s in members:
             alike.setdefault((s.size, s.width), []).append(s)
@@ -85,7 +86,7 @@ def tables(numbers: list[int], size: int, width: int) -> Tensor:
     """What ``Subset.start`` is for each of these subsets: int64 ``[len(numbers), 2 * size]``."""
     number = torch.tensor(numbers, dtype=torch.int64, device="cpu")[:, None]
     units = torch.arange(size, device="cpu")
-    keys = _mix((_mix(number) + units * 0x9E3779B9) & _M32)
+    keys = mix((mix(number) + units * 0x9E3779B9) & MASK_32)
     order = keys.argsort(dim=1, stable=True)
     kept, dropped = order[:, :width].sort(dim=1).values, order[:, width:]
     order = torch.cat([kept, dropped], 1)

@@ -30,12 +30,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import draws
-from .blocks import Form
-from .nn.base import Sliced, adopt
-from .ops import by_views
-from .ops.views import is_channels_last
-from .slices import Slice
+from .. import stepping
+from ..nn.base import Sliced, adopt
+from ..ops import by_views
+from ..ops.views import is_channels_last
+from ..slices import Slice
+from .residual_blocks import Form
 
 
 class Side(Slice):
@@ -192,8 +192,8 @@ class PatchBlock(Sliced):
         row, col = self.slices
         if not self.training or not (row.sliced or col.sliced):
             return super().forward(x)  # type: ignore[misc, no-any-return]
-        if not torch.compiler.is_compiling() and not row.family.drawn:
-            draws.notice(row.family, next(self.parameters()))  # type: ignore[attr-defined]
+        if not torch.compiler.is_compiling() and not row.owner.drawn:
+            stepping.check_drawn(row.owner, next(self.parameters()))  # type: ignore[attr-defined]
         return windowed(self, self._form, x, row, col)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

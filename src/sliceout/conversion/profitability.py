@@ -1,8 +1,8 @@
 """Does a slice pay here? Answers from measurements, never from rules of thumb.
 
-``payoff_table.json`` holds what ``benchmarks/payoff.py`` measured: forward and backward of two layers with sliced units
-between them, in percent of the full pair, for several sizes, batches and rates on each kind of device. Where nothing
-comparable was measured, nothing is claimed.
+``profitability.json`` holds what ``benchmarks/payoff.py`` measured: forward and backward of two layers with sliced
+units between them, in percent of the full pair, for several sizes, batches and rates on each kind of device. Where
+nothing comparable was measured, nothing is claimed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-TABLE = Path(__file__).with_name("payoff_table.json")
+TABLE = Path(__file__).with_name("profitability.json")
 NEAR = 2.0
 """Sizes and batches up to this factor apart are taken to behave alike."""
 MANY = 4096

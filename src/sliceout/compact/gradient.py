@@ -10,14 +10,17 @@ What each operation does is in ``grad_ops``, the slice-only optimizer update tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from .ops import reference, take, views
-from .slices import Axis, factors
+from ..ops import reference, take, views
+from ..slices import Axis
+from ..slices import Take as TakeSpec
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,7 @@ class SlicedGrad(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return grad_ops.run(func, args, kwargs or {})
+        return run(func, args, kwargs or {})
 
 
 def same_place(a: SlicedGrad, b: SlicedGrad) -> bool:
@@ -185,6 +188,55 @@ def same_place(a: SlicedGrad, b: SlicedGrad) -> bool:
         a.full is None and b.full is None and a.shape == b.shape
         and [p and p.cut for p in (a.rows, a.cols)] == [p and p.cut for p in (b.rows, b.cols)]
     )  # fmt: skip
+
+
+# -- what torch's operations do to it ----------------------------------------------------------------------------------
+
+ON_SLICES: dict[Any, Callable[..., Any]] = {}
+"""Operations that are done on the slice alone, because what is zero stays zero: filled in by ``gradient_ops``."""
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func`` of arguments some of which are sliced gradients."""
+    known = ON_SLICES.get(func)
+    if known is not None:
+        out = known(func, *args, **kwargs)
+        if out is not NotImplemented:
+            return out
+    return _on_full(func, args, kwargs)
+
+
+def _on_full(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``func`` on whole gradients; those that it changes or makes a view of stay whole from then on."""
+    met: dict[int, tuple[SlicedGrad, Tensor]] = {}
+
+    def whole(x: Any) -> Any:
+        if not isinstance(x, SlicedGrad):
+            return x
+        if id(x) not in met:
+            met[id(x)] = x, x.dense()
+        return met[id(x)][1]
+
+    whole_args, whole_kwargs = tree_map(whole, args), tree_map(whole, kwargs)
+    out = func(*whole_args, **whole_kwargs)
+    for grad, full in met.values():
+        aliased = _aliased(func, args, kwargs, grad)
+        if aliased is not None and not full.is_inference():
+            grad.full = full
+            grad._viewed |= aliased == "viewed"
+    changed = {id(full): grad for grad, full in met.values()}
+    return tree_map(lambda x: changed.get(id(x), x), out)
+
+
+def _aliased(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: SlicedGrad) -> str | None:
+    """Whether ``func`` has "written" to this gradient, returned a part of it that others may write to ("viewed"), or
+    neither."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            if value is grad or (isinstance(value, (list, tuple)) and any(v is grad for v in value)):
+                return "written" if argument.alias_info.is_write else "viewed"
+    return None
 
 
 # -- where they come from ----------------------------------------------------------------------------------------------
@@ -197,7 +249,7 @@ class Take(views._Function):
     def forward(ctx: Any, full: Tensor, rows: Axis | None, cols: Axis | None, settings: dict[str, Any]) -> Tensor:
         ctx.like = views.like_of(full)
         ctx.rows, ctx.cols = Place.now(rows), Place.now(cols)
-        ctx.factors = factors(rows, cols, settings["scale_rows"], settings["scale_cols"])
+        ctx.factors = TakeSpec(rows, cols, settings["scale_rows"], settings["scale_cols"]).factors
         return take(full.detach(), rows, cols, **settings)
 
     @staticmethod
@@ -205,6 +257,3 @@ class Take(views._Function):
         sliced = SlicedGrad(grad, ctx.like, ctx.rows, ctx.cols, *ctx.factors)
         whole = torch.is_grad_enabled() or grad.is_complex()  # an ordinary tensor has second derivatives, and a meaning
         return sliced.dense() if whole else sliced, None, None, None
-
-
-from . import grad_ops  # noqa: E402  (which is about the class above)

@@ -23,8 +23,8 @@ from torch.autograd import Variable
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from . import stand_ins
-from .grads import SlicedGrad
+from . import gradient_leaves
+from .gradient import SlicedGrad
 
 _hook: Any = None
 
@@ -41,7 +41,7 @@ def _on_registration(parent: nn.Module, name: str, module: nn.Module | None) -> 
     if torch.compiler.is_compiling():
         return
     if isinstance(parent, DistributedDataParallel) and name == "module" and module is not None:
-        stand_ins.refuse(module, _take_over(parent, module))
+        gradient_leaves.exclude(module, _take_over(parent, module))
 
 
 def _take_over(ddp: Any, module: nn.Module) -> set[Tensor]:
@@ -71,11 +71,9 @@ def _take_over(ddp: Any, module: nn.Module) -> set[Tensor]:
 
 def _compact_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters whose gradients come slice-sized, under all their names."""
-    from .nn.base import Sliced
-
     found = set()
     for layer in module.modules():
-        if isinstance(layer, Sliced):
+        if hasattr(layer, "takes"):
             own = layer._parameters  # type: ignore[attr-defined]
             found |= {own.get(name) for name, taken in layer.takes().items() if taken.compact}
     for name, p in module.named_parameters(remove_duplicate=False):
@@ -86,7 +84,7 @@ def _compact_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]
 def _drawn_alike(module: nn.Module, group: Any) -> bool:
     """Whether all ranks draw the same slices, so that their small tensors hold the same entries."""
     slices = dict.fromkeys(s for m in module.modules() for s in getattr(m, "slices", ()))
-    mine = [(s.seed, s.stream, s.family.step, s.size, s.width, s.sampling) for s in slices]
+    mine = [(s.seed, s.stream, s.owner.step, s.size, s.width, s.sampling) for s in slices]
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     return all(other == mine for other in everyone)

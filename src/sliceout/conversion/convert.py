@@ -9,20 +9,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..drawing import Slices
+from ..nn.attention import attend_
+from ..nn.base import Sliced
+from ..nn.factory import plain_, slice_, sliced_class
+from ..nn.foreign import borrow_
+from ..schemes.dropout import DROPS
+from ..schemes.subset import Subset
+from ..slices import Axis, ConcatAxis, Slice, width_of
 from . import recipes
-from .baselines import DROPS, check_scheme, drop_
-from .borrow import borrow_
-from .draws import slices as slices_of
-from .dryrun import DryRun
+from .baselines import check_scheme, drop_
+from .dry_run import DryRun
 from .groups import RIVAL, Group, find_groups, part_together
-from .nn.attention import attend_
-from .nn.base import Sliced
-from .nn.swap import plain_, slice_, sliced_class
-from .patching import patch_blocks_
-from .payoff import cannot_pay, default_align
+from .patches import patch_blocks_
+from .profitability import cannot_pay, default_align
 from .report import Cost, Report, Row, pattern, savings
-from .slices import Axis, Joint, Slice, Slices, width_of
-from .subset import Subset
 
 Rate = float | Mapping[str, float] | Callable[[str], float | None] | None
 Filter = str | Iterable[str] | Callable[[nn.Module, str], bool] | None
@@ -152,22 +153,6 @@ def revert_(model: nn.Module) -> nn.Module:
     return model
 
 
-def off_(model: nn.Module) -> nn.Module:
-    """Train the full network from now on (the paper's last 1-10 % of training)."""
-    return _switch(model, False)
-
-
-def on_(model: nn.Module) -> nn.Module:
-    """Slice again after :func:`off_`."""
-    return _switch(model, True)
-
-
-def _switch(model: nn.Module, on: bool) -> nn.Module:
-    for s in slices_of(model):
-        s.on = on
-    return model
-
-
 # -- applying a plan ---------------------------------------------------------------------------------------------------
 
 
@@ -184,7 +169,7 @@ def _apply(model: nn.Module, groups: list[Group], make: Callable[[Group], Slice]
     roles: dict[str, dict[str, Any]] = {}
     for (name, role), sections in parts.items():
         ordered = [sections[offset] for offset in sorted(sections)]
-        roles.setdefault(name, {})[role] = ordered[0] if len(ordered) == 1 else Joint(tuple(ordered))
+        roles.setdefault(name, {})[role] = ordered[0] if len(ordered) == 1 else ConcatAxis(tuple(ordered))
     for group in groups:
         for name in group.dropouts:
             roles.setdefault(name, {})["unit"] = made[group].axis()

@@ -1,9 +1,9 @@
 """Compact gradients out of compiled graphs.
 
 A compiled graph returns a gradient of the shape of each input: a dense one for a parameter. So it is given one more
-input for every sliced parameter: a *stand-in* of the shape of the slice, but without memory: it is there to be
-differentiated for. What arrives at it is handed on to the parameter as a :class:`~sliceout.grads.SlicedGrad`, as if it
-had come through eager code: hooks run, and gradients add up.
+input for every sliced parameter: a *leaf* of the shape of the slice, but without memory: it is there to be
+differentiated for. The gradient that arrives at it is handed on to the parameter as a ``SlicedGrad``, as if it had come
+through eager code: hooks run, and gradients add up.
 
 The parameter itself remains an input of the graph, one without a gradient; autograd tells its hooks so, with a ``None``
 that few expect. A parameter that has hooks of its own is therefore not stood for: its gradient is dense.
@@ -13,36 +13,18 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .grads import Place, SlicedGrad
-from .ops import reference, views
-from .slices import Axis, factors
+from ..ops import views
+from ..slices import Take
+from .gradient import Place, SlicedGrad
 
 
-class Taken(NamedTuple):
-    """What a layer takes of a parameter while all of its slices are live: the arguments of ``ops.take``."""
-
-    rows: Axis | None
-    cols: Axis | None = None
-    scale_rows: bool = False
-    scale_cols: bool = False
-
-    @property
-    def compact(self) -> bool:
-        """Whether gradients come back slice-sized: what all its slices must want, and none may be a table or fused."""
-        axes = [a for a in (self.rows, self.cols) if a is not None]
-        return bool(axes) and all(
-            not hasattr(a, "parts") and a.slice.grads == "compact" and not reference.is_table(a.slice.start)
-            for a in axes
-        )
-
-
-def renew(layer: Any) -> None:
+def refresh(layer: Any) -> None:
     """Make what is missing of the stand-ins of a layer: its parameters, their device or the widths may have changed."""
     before, made = layer._stand_ins, {}
     for name, taken in layer.takes().items():
@@ -56,16 +38,16 @@ def renew(layer: Any) -> None:
         layer._stand_ins = made
 
 
-def renew_all(model: nn.Module) -> None:
-    """:func:`renew` for all layers of a model, after a change of rates."""
+def refresh_all(model: nn.Module) -> None:
+    """:func:`refresh` for all layers of a model, after a change of rates."""
     for layer in model.modules():
         if hasattr(layer, "_stand_ins"):
-            renew(layer)
+            refresh(layer)
 
 
 def _may_be_stood_for(p: Tensor) -> bool:
     plain = type(p) is nn.Parameter and p.is_floating_point() and not p.is_meta
-    return plain and not _watched(p) and p not in _refused
+    return plain and not _watched(p) and p not in _excluded
 
 
 def _watched(p: Tensor) -> bool:
@@ -77,32 +59,32 @@ def is_ours(hook: Any) -> bool:
     return str(getattr(hook, "func", hook).__module__).startswith(f"{__package__}.")
 
 
-_refused: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_excluded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def refuse(model: nn.Module, allowed: set[Tensor]) -> None:
+def exclude(model: nn.Module, allowed: set[Tensor]) -> None:
     """No stand-ins for any other parameter: somebody waits for its gradient where autograd would put it."""
     for layer in model.modules():
         for name in getattr(layer, "_stand_ins", {}):
             p = layer._parameters.get(name)  # which may be parametrized by now
             if p is not None and p not in allowed:
-                _refused[p] = True
-    renew_all(model)
+                _excluded[p] = True
+    refresh_all(model)
 
 
-def _form(p: Tensor, taken: Taken) -> tuple[list[int], tuple[int, ...]]:
+def _form(p: Tensor, taken: Take) -> tuple[list[int], tuple[int, ...]]:
     """Shape and strides of the gradient that will arrive; autograd would copy one that lies otherwise."""
     shape = views.small_shape(p.shape, *([] if a is None else a.geometry for a in (taken.rows, taken.cols)))
     return shape, views.strides(tuple(shape), views.is_channels_last(p))
 
 
-def _fits(leaf: Tensor, p: Tensor, taken: Taken) -> bool:
+def _fits(leaf: Tensor, p: Tensor, taken: Take) -> bool:
     alike = leaf.dtype == p.dtype and leaf.device == p.device
     return alike and (list(leaf.shape), leaf.stride()) == _form(p, taken)
 
 
 @torch.inference_mode(False)  # ``model.train()`` may be called in there, and what is made in there is never trained
-def _make(layer: Any, name: str, p: Tensor, taken: Taken) -> Tensor:
+def _make(layer: Any, name: str, p: Tensor, taken: Take) -> Tensor:
     shape, strides = _form(p, taken)
     leaf = torch.empty_strided(shape, strides, dtype=p.dtype, device=p.device)
     leaf.untyped_storage().resize_(0)  # nobody reads or writes it
@@ -115,14 +97,14 @@ def _make(layer: Any, name: str, p: Tensor, taken: Taken) -> Tensor:
     return leaf
 
 
-def _arrive(layer: weakref.ref[Any], name: str, taken: Taken, like: views.Like, leaf: Tensor) -> None:
+def _arrive(layer: weakref.ref[Any], name: str, taken: Take, like: views.Like, leaf: Tensor) -> None:
     """Hand the gradient of a stand-in on to the parameter it stands for."""
     grad, leaf.grad = leaf.grad, None
     live = layer()
     if live is None or grad is None:
         return
     rows, cols = Place.now(taken.rows), Place.now(taken.cols)
-    _accumulate(live._parameters[name], SlicedGrad(grad, like, rows, cols, *factors(*taken), True))
+    _accumulate(live._parameters[name], SlicedGrad(grad, like, rows, cols, *taken.factors, True))
 
 
 def _accumulate(p: Tensor, grad: Tensor) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import nn as sliced
-from .nn.base import Sliced, adopt
-from .ops import store_, take
-from .slices import Axis
-from .stand_ins import Taken
+from ..ops import store_, take
+from ..slices import Axis, Take
+from . import mixing as _mixing
+from . import unitwise
+from .base import Sliced, adopt
 
-_MIXING = {nn.Linear: sliced.Linear, nn.Conv1d: sliced.Conv1d, nn.Conv2d: sliced.Conv2d, nn.Conv3d: sliced.Conv3d}
+_MIXING = {nn.Linear: _mixing.Linear, nn.Conv1d: _mixing.Conv1d, nn.Conv2d: _mixing.Conv2d, nn.Conv3d: _mixing.Conv3d}
 _NUMBERS = ("normalized_shape", "num_features", "num_channels", "num_groups")
 
 
@@ -69,11 +69,11 @@ class Borrowed(Sliced):
                 shown[name] = _smaller(name, value, axis)
         return shown
 
-    def takes(self) -> dict[str, Taken]:
+    def takes(self) -> dict[str, Take]:
         axis = self.axes["unit"]
         held = (*self._parameters.items(), *self._buffers.items())  # type: ignore[attr-defined]
         return {
-            name: Taken(axis) if t.shape[0] == axis.size else Taken(None, axis)
+            name: Take(axis) if t.shape[0] == axis.size else Take(None, axis)
             for name, t in held
             if t is not None and axis.size in t.shape
         }
@@ -89,7 +89,7 @@ class Borrowed(Sliced):
 class BorrowedMixing(Borrowed):
     """The same for a linear layer or convolution: comes before its sliced class, whose arithmetic it uses."""
 
-    def takes(self) -> dict[str, Taken]:
+    def takes(self) -> dict[str, Take]:
         return super(Borrowed, self).takes()
 
     def show(self, x: Tensor) -> dict[str, Any] | None:
@@ -111,7 +111,7 @@ def borrow_(module: Any, axes: dict[str, Axis], dim: int) -> nn.Module:
     if mixing is not None:
         mixing.bind(module, axes)
     elif isinstance(module, nn.GroupNorm):
-        sliced.GroupNorm.bind(module, axes)  # type: ignore[arg-type]
+        unitwise.GroupNorm.bind(module, axes)  # type: ignore[arg-type]
     names = tuple(n for n in (*module._parameters, *module._buffers, *_NUMBERS, "groups") if hasattr(module, n))
     module._shown, module._unit_dim = None, dim
     module._own = {n: vars(module)[n] for n in names if n in vars(module)}  # properties of these names will hide them

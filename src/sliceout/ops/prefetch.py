@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..slices import factors
+from ..slices import ConcatAxis, Take
 from . import reference, tables, views
 
 if TYPE_CHECKING:
-    from ..grads import SlicedGrad
+    from ..compact.gradient import SlicedGrad
     from ..slices import Slice
-    from . import many
-    from .many import Piece
+    from . import multi_tensor as many
+    from .multi_tensor import Piece
 
 PORTION = 1 << 26
 """Bytes of parameters that are fetched together in data parallel training (torch's own buckets hold 25 MB)."""
@@ -48,16 +48,16 @@ def take(
     if _transformed() or _watched():
         return None
     where = tables.where(full.device)
-    family = (cols if rows is None else rows).slice.family
-    plan: Plan = family.fetched
+    owner = (cols if rows is None else rows).slice.owner
+    plan = _plans.get(id(owner))
     if where[1] and not tables.possible(full.device):
         if plan is not None:
             plan.release()  # what waits holds nodes of an earlier pass, and those wait for its stream, not the captured
         return None
     if plan is None:
-        plan = family.fetched = Plan()
-    if family.stamp != plan.stamp or where != plan.where:
-        plan.begin(family.stamp, where)
+        plan = plan_of(owner)
+    if owner.stamp != plan.stamp or where != plan.where:
+        plan.begin(owner.stamp, where)
     tracking = _tracking()
     key = id(full), id(rows), id(cols), scale_rows, scale_cols, dtype
     note = plan.notes.get(key)
@@ -128,11 +128,11 @@ class Form:
         self.like = views.like_of(full)
         self.memory_format = views.memory_format(full)
         self.put_strides = views.strides(*self.like[:2])
-        self.gain, self.row_scale, self.col_scale = factors(note.rows, note.cols, note.scale_rows, note.scale_cols)
+        self.gain, self.row_scale, self.col_scale = Take(note.rows, note.cols, note.scale_rows, note.scale_cols).factors
         self.compact = all(s.grads == "compact" for s in note.slices)
         self.take_layout: list[int] | None = None
         self.put_layout: list[int] | None = None
-        from . import many  # needs triton: only where it is used
+        from . import multi_tensor as many  # needs triton: only where it is used
 
         self.readable, self.piece_of = many.supports(full), many.Piece
 
@@ -153,14 +153,14 @@ class Form:
 
 
 def _fits(full: Tensor, rows: Any, cols: Any) -> bool:
-    """Whether it can be fetched with others: a plain parameter or buffer, and slices of one family."""
+    """Whether it can be fetched with others: a plain parameter or buffer, and slices that are drawn together."""
     axes = [a for a in (rows, cols) if a is not None]
     return (
         type(full) in _PLAIN
         and full.is_leaf
         and not full.is_inference()  # which counts no changes
-        and not any(hasattr(a, "parts") or reference.is_table(a.slice.start) for a in axes)
-        and len({a.slice.family for a in axes}) == 1
+        and not any(isinstance(a, ConcatAxis) or reference.is_table(a.slice.start) for a in axes)
+        and len({a.slice.owner for a in axes}) == 1
         and all(full.shape[d] == a.size for d, a in enumerate((rows, cols)) if a is not None)
     )
 
@@ -264,6 +264,25 @@ class Plan:
         return smalls[notes.index(asked)]
 
 
+_plans: dict[int, Plan] = {}
+"""By the id of what draws the slices."""
+
+
+def plan_of(owner: Any) -> Plan:
+    """The plan of the model whose slices ``owner`` draws; made if there is none."""
+    plan = _plans.get(id(owner))
+    if plan is None:
+        plan = _plans[id(owner)] = Plan()
+        weakref.finalize(owner, _plans.pop, id(owner), None)
+    return plan
+
+
+def release(owner: Any) -> None:
+    """Let go of the slices of a model that wait for somebody to take them once more."""
+    if id(owner) in _plans:
+        _plans[id(owner)].release()
+
+
 class Batch:
     """Slices that are fetched in one launch, and the memory they are put in.
 
@@ -274,7 +293,7 @@ class Batch:
     used = -1  # the round it served last
 
     def __init__(self, notes: list[Note], fulls: list[Tensor]) -> None:
-        from . import many
+        from . import multi_tensor as many
 
         self.looks = views.looks(fulls)
         self.addresses = self.looks[: len(fulls)]
@@ -351,7 +370,7 @@ class Shapes:
 
     def put(self, grads: tuple[Tensor, ...]) -> list[Tensor]:
         """All of them in their places in full tensors."""
-        from . import many
+        from . import multi_tensor as many
 
         device = grads[0].device
         fulls = [form.empty(device) for form in self.forms]
@@ -364,7 +383,7 @@ class Shapes:
 
     def sliced(self, grads: list[tuple[int, Tensor]], starts: list[int]) -> list[SlicedGrad]:
         """Gradients, each with its number in the batch, by themselves: at the places that ``starts`` say."""
-        from ..grads import Place, SlicedGrad
+        from ..compact.gradient import Place, SlicedGrad
 
         places = [Place(axis(), starts[s], geometry) for axis, s, geometry in self.axes]
         made = []
@@ -389,7 +408,7 @@ class Gather(views._Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        from . import many
+        from . import multi_tensor as many
 
         shapes, needed = ctx.shapes, ctx.needs_input_grad[1:]
         whole = torch.is_grad_enabled()  # second derivatives are asked for: ordinary operations have them

@@ -17,23 +17,17 @@ what it always did. Several readers of one activation draw a mask each; one that
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..nn.base import Sliced
+from ..slices import Axis, Slice
 from .dropblock import drop_block
-from .groups import Group
-from .nn.base import Sliced, adopt
-from .nn.swap import plain_, slice_
-from .slices import Axis, Slice
-from .trace import Trace, expand
 
 DROPS = ("none", "standard", "spatial", "dropblock")
-SCHEMES = ("sliceout", "controlled", "patch", *DROPS)
-_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class Drop(Slice):
@@ -95,68 +89,10 @@ _DROP: dict[str, Callable[[Tensor, float, Any], Tensor]] = {
 
 
 @functools.cache
-def _dropping(plain: Any) -> type[nn.Module]:
+def dropping_class(plain: Any) -> type[nn.Module]:
     return type(f"Dropping{plain.__name__}", (Dropping, plain), {"_plain": plain, "__doc__": plain.__doc__})
 
 
 def _rebuild(plain: Any) -> nn.Module:
-    made = _dropping(plain)
+    made = dropping_class(plain)
     return made.__new__(made)
-
-
-def check_scheme(scheme: str) -> None:
-    if scheme not in SCHEMES:
-        raise ValueError(f"scheme={scheme!r}: expected one of {', '.join(map(repr, SCHEMES))}")
-
-
-def drop_(
-    model: nn.Module, groups: list[Group], rates: dict[Group, float], scheme: str, trace: Trace
-) -> dict[Group, Slice]:
-    """Let the readers of ``groups`` drop, in place; a group that has none for this scheme gets the reason why."""
-    modules: dict[str, Any] = dict(model.named_modules())
-    plan: dict[Group, list[str]] = {}
-    taken: set[str] = set()
-    for group in groups:
-        names = readers(group, trace)
-        flat = next((n for n in names if not isinstance(modules[n], _CONVS)), None)
-        if not names:
-            group.reason = f"no layer reads these units by themselves: scheme={scheme!r} has no place here"
-        elif scheme in ("spatial", "dropblock") and flat is not None:
-            group.reason = f"{flat} is not a convolution: scheme={scheme!r} drops from feature maps"
-        elif taken & set(names):
-            group.reason = "its reader reads another group too, which drops already"
-        else:
-            plan[group] = names
-            taken.update(names)
-    made: dict[Group, Slice] = {g: Drop(g.size, rates[g], scheme) for g in plan}
-    done: list[nn.Module] = []
-    try:
-        for group, names in plan.items():
-            for name in names:
-                plain: Any = type(modules[name])
-                adopt(modules[name], _dropping(plain), {"in": made[group].axis()})
-                done.append(modules[name])
-            for name in group.dropouts:
-                if not isinstance(modules[name], Sliced):
-                    done.append(slice_(modules[name], slice=made[group]))
-    except BaseException:
-        for module in done:
-            plain_(module)
-        raise
-    return made
-
-
-def readers(group: Group, trace: Trace) -> list[str]:
-    """The layers that read the units and do not hand them on, except those that read a pooled copy of them."""
-    handed_on = set(group.names("out"))
-    found = [n for n in dict.fromkeys(group.names("in")) if n not in handed_on]
-    positions = {n: _positions(trace, n) for n in found}
-    return [n for n in found if positions[n] > 1 or max(positions.values()) == 1]
-
-
-def _positions(trace: Trace, name: str) -> int:
-    """Pixels or tokens in what a layer reads, for one sample."""
-    sizes = [math.prod(a.size for a in expand(dim)) for dim in trace.inputs.get(name, [])]
-    use = next((u for u in trace.uses if u.module == name and u.key == "weight"), None)
-    maps = use is not None and len(use.dims) > 2
-    return math.prod(sizes[2:] if maps else sizes[1:-1])

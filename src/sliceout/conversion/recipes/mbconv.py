@@ -18,14 +18,14 @@ def arrange(model: nn.Module, groups: list[Group], stages: int | None) -> None:
     modules = dict(model.named_modules())
     if stages is not None and stages < 1:
         raise ValueError(f"stages={stages}: expected at least 1, or None for all")
-    free = [g for g in groups if g.family in ("conv", "mbconv") and g.reason is None and not g.reads_input]
-    if not any(g.family == "mbconv" for g in free):
+    free = [g for g in groups if g.kind in ("conv", "mbconv") and g.reason is None and not g.reads_input]
+    if not any(g.kind == "mbconv" for g in free):
         return
-    expanded = [g for g in free if g.family == "mbconv" or _expands(g, modules)]
+    expanded = [g for g in free if g.kind == "mbconv" or _expands(g, modules)]
     for group in expanded:
-        group.family = "mbconv"
+        group.kind = "mbconv"
     for group in groups:
-        if group.family in ("conv", "mbconv") and group not in expanded:
+        if group.kind in ("conv", "mbconv") and group not in expanded:
             group.reason = group.reason or "outside the expanded channels of the inverted bottlenecks"
     if stages is None:
         return

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from ..ops import without_views
+from ...ops import without_views
 from .atoms import INPUT, Atom, Dim, block, expand, size
 from .run import Guesses, Where
 

@@ -1,0 +1,17 @@
+"""Compact gradients: gradients of the size of the slice, and optimizer updates of the slice alone.
+
+``gradient``         the tensor that ``parameter.grad`` is; ``gradient_ops`` what torch's operations do to it
+``gradient_leaves``  how such a gradient comes out of a compiled graph
+``optimizers``       slice-only updates for SGD, Adam and AdamW
+``data_parallel``    slice-sized all-reduce under ``DistributedDataParallel``
+"""
+
+from __future__ import annotations
+
+from . import data_parallel, gradient_ops, optimizers  # noqa: F401 (gradient_ops fills a table)
+
+
+def observe() -> None:
+    """Look after optimizers and data-parallel wrappers. Called when the first compact slice gets a layer."""
+    optimizers.watch()
+    data_parallel.watch()
