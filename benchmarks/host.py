@@ -82,17 +82,18 @@ def _inside_another(event: Any) -> bool:
 def measure(rounds: int, compiled: bool) -> dict[str, Any]:
     import torch
 
+    from sliceout.compact import kernels as updates
     from sliceout.compact import optimizers as optim
-    from sliceout.ops import inlined, prefetch
-    from sliceout.ops import multi_tensor as many
+    from sliceout.ops import inductor, kernels, prefetch
 
     torch.set_num_threads(1)
     torch.compiler.config.force_disable_caches = True  # others expect calls of take and put in code for the CPU
-    inlined.DEVICES = ("cpu",)  # the paths of a GPU
+    inductor.DEVICES = ("cpu",)  # the paths of a GPU
     prefetch.usable = lambda full: True
     optim._on_gpu = lambda tensors: True
-    for name in [n for n in vars(many) if n.endswith("_kernel")]:
-        setattr(many, name, Stub())
+    for module in (kernels, updates):
+        for name in [n for n in vars(module) if n.endswith("_kernel")]:
+            setattr(module, name, Stub())
     steps = {f"{kind} {sampling}".strip(): build(kind, sampling, compiled) for kind, sampling in CASES}
     spent: dict[str, list[list[float]]] = {name: [] for name in steps}
     for i in range(rounds + 6):

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from sliceout import Axis, Slice
 from sliceout.drawing import owner_of
-from sliceout.ops import views
+from sliceout.ops.placement import format_of
 from sliceout.schemes.subset import Subset
+from sliceout.slices import Take
 
 
 @dataclass
@@ -48,6 +49,10 @@ class Case:
         return self.target or self.dtype
 
     @property
+    def description(self) -> Take:
+        return Take(self.rows, self.cols, self.scale_rows, self.scale_cols)
+
+    @property
     def args(self) -> tuple:
         """What the ops take after the tensor: starts, geometries, scales."""
         rows, cols = self.axes
@@ -74,7 +79,7 @@ class Case:
     def lay_out(self, t: Tensor) -> Tensor:
         if self.layout == "channels_last":
             # t.to(memory_format=...) would leave 1x1 kernels as they are; this gives them the strides, too
-            return torch.empty_like(t, memory_format=views.format_of(t.dim(), True)).copy_(t)
+            return torch.empty_like(t, memory_format=format_of(t.dim(), True)).copy_(t)
         if self.layout == "transposed":
             return t.transpose(0, 1).contiguous().transpose(0, 1)
         return t
@@ -179,13 +184,6 @@ def cases(draw, dtypes=((torch.float64, None), (torch.float32, None), (torch.flo
 
 
 VECTOR_DTYPES = [torch.float64, torch.float32, torch.bfloat16]
-
-
-@st.composite
-def pairs(draw):
-    """Two vectors along one axis, each in its own dtype."""
-    axis = draw(axes())
-    return tuple(Case((axis.size,), axis, None, dtype=draw(st.sampled_from(VECTOR_DTYPES))) for _ in range(2))
 
 
 @dataclass

@@ -14,10 +14,11 @@ from torch.optim import SGD, AdamW
 import sliceout
 from networks import NETWORKS, build, data, loss_of, train_step
 from oracle import exactly
-from sliceout.compact import gradient_leaves as stand_ins
+from sliceout.compact import gradient_leaves
 from sliceout.compact.gradient import SlicedGrad
 from sliceout.drawing import owner_of
 from sliceout.nn.base import Sliced
+from sliceout.slices import Take
 
 pytestmark = pytest.mark.slow
 
@@ -99,7 +100,7 @@ def test_no_gradient_of_full_size_is_made(float64):
         assert (tuple(model[2].weight.shape) in shapes) is expected
 
 
-def test_the_vectors_of_a_norm_come_in_one_launch(float64):
+def test_every_parameter_of_a_sliced_layer_has_its_leaf_in_the_graph(float64):
     from torch._dynamo.backends.common import aot_autograd
 
     ops: list[str] = []
@@ -110,8 +111,8 @@ def test_the_vectors_of_a_norm_come_in_one_launch(float64):
 
     model = build("convnet", grads="compact")
     loss_of(compiled(model, aot_autograd(fw_compiler=note, bw_compiler=note)), data("convnet")).backward()
-    counts = {name: sum(f"sliceout.{name}." in op for op in ops) for name in ("take_for", "take_pair_for", "put")}
-    assert counts == {"take_for": 5, "take_pair_for": 2, "put": 0}
+    counts = {name: sum(f"sliceout.{name}." in op for op in ops) for name in ("take", "put")}
+    assert counts == {"take": 9, "put": 0}, "each gradient goes to a leaf, and none is put into a full tensor"
 
 
 def test_gradients_add_up_and_hooks_run(float64):
@@ -232,7 +233,7 @@ def test_other_tensors_in_the_place_of_parameters_get_dense_gradients(float64):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_exported_programs_know_of_no_stand_ins(float64):
+def test_exported_programs_know_of_no_leaves(float64):
     model, _ = pair()
     program = torch.export.export(model, (data("mlp"),))
     ops = {str(node.target) for node in program.graph.nodes}
@@ -282,14 +283,14 @@ def test_reverted_models_keep_nothing(float64):
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
     before = {name: set(vars(m)) for name, m in model.named_modules()}
     sliceout.convert_(model, 0.5, grads="compact", example_inputs=torch.zeros(2, 6))
-    assert model[0]._stand_ins.keys() == {"weight", "bias"}
+    assert model[0]._gradient_leaves.keys() == {"weight", "bias"}
     sliceout.revert_(model)
     assert {name: set(vars(m)) for name, m in model.named_modules()} == before
 
 
-def test_stand_ins_share_their_memory_and_are_not_of_the_model(float64):
+def test_leaves_share_their_memory_and_are_not_of_the_model(float64):
     model, _ = pair("convnet")
-    leaves = [leaf for m in model.modules() for _, leaf, _ in getattr(m, "_stand_ins", {}).values()]
+    leaves = [leaf for m in model.modules() for _, leaf, _ in getattr(m, "_gradient_leaves", {}).values()]
     assert len({leaf.untyped_storage().data_ptr() for leaf in leaves}) <= 2  # it may have grown once
     assert not {id(leaf) for leaf in leaves} & {id(t) for t in (*model.parameters(), *model.buffers())}
     assert not any("stand" in key for key in model.state_dict())
@@ -298,7 +299,7 @@ def test_stand_ins_share_their_memory_and_are_not_of_the_model(float64):
 def test_a_layer_that_is_gone_takes_its_gradient_along(float64):
     hidden = sliceout.Slice(8, grads="compact")
     layer = sliceout.nn.Linear(4, 8, out_slice=hidden)
-    _, leaf, _ = layer._stand_ins["weight"]
+    _, leaf, _ = layer._gradient_leaves["weight"]
     del layer
     leaf.grad = torch.ones_like(leaf)
     for hook in leaf._post_accumulate_grad_hooks.values():
@@ -309,14 +310,14 @@ def test_a_layer_that_is_gone_takes_its_gradient_along(float64):
 def test_another_slice_of_the_same_width_gets_another_stand_in(float64):
     first, second = sliceout.Slice(8, grads="compact"), sliceout.Slice(8, grads="compact", seed=1)
     layer = sliceout.nn.Linear(4, 8, out_slice=first)
-    _, leaf, _ = layer._stand_ins["weight"]
+    _, leaf, _ = layer._gradient_leaves["weight"]
     layer.train()
-    assert layer._stand_ins["weight"][1] is leaf
+    assert layer._gradient_leaves["weight"][1] is leaf
     layer.axes = {"out": second.axis()}
     layer.train()
     owner_of(second).seek_(1)
     compiled(layer)(torch.ones(2, 4)).sum().backward()
-    assert layer.weight.grad.rows.start == second.start_on_host != first.start_on_host
+    assert layer.weight.grad.at.rows.start == second.start_on_host != first.start_on_host
 
 
 def test_a_replaced_parameter_is_not_kept_alive(float64):
@@ -332,37 +333,39 @@ def test_parametrized_layers_may_be_refused(float64):
     model, _ = pair()
     nn.utils.parametrizations.weight_norm(model[2])
     bias = model[2].bias
-    stand_ins.exclude(model, {bias})
-    assert {name: list(m._stand_ins) for name, m in model.named_children() if hasattr(m, "_stand_ins")} == {
+    gradient_leaves.exclude(model, {bias})
+    assert {name: list(m._gradient_leaves) for name, m in model.named_children() if hasattr(m, "_gradient_leaves")} == {
         "0": [], "2": ["bias"], "4": []
     }  # fmt: skip
 
 
-def test_stand_ins_made_in_inference_mode_can_be_trained(float64):
+def test_gradient_leaves_made_in_inference_mode_can_be_trained(float64):
     model, eager = pair()
     for layer in model:
-        vars(layer).pop("_stand_ins", None)
+        vars(layer).pop("_gradient_leaves", None)
     with torch.inference_mode():
-        stand_ins.renew_all(model)
+        for layer in model:
+            if isinstance(layer, Sliced):
+                gradient_leaves.refresh(layer)
     for call in (compiled(model), eager):
         loss_of(call, data("mlp")).backward()
     assert kinds(model) == kinds(eager)
     same_gradients(model, eager)
 
 
-def test_stand_ins_take_no_memory():
+def test_gradient_leaves_take_no_memory():
     leaves = [
         leaf
         for m in build("convnet", grads="compact").modules()
-        for _, leaf, _ in getattr(m, "_stand_ins", {}).values()
+        for _, leaf, _ in getattr(m, "_gradient_leaves", {}).values()
     ]
     assert len(leaves) > 4
     assert all(leaf.numel() and not leaf.untyped_storage().nbytes() for leaf in leaves)
 
 
 def test_dense_slices_have_none():
-    assert not any(getattr(m, "_stand_ins", None) for m in build("mlp").modules())
-    assert stand_ins.Taken(sliceout.Slice(8).axis()).compact is False
+    assert not any(getattr(m, "_gradient_leaves", None) for m in build("mlp").modules())
+    assert Take(sliceout.Slice(8).axis()).compact is False
 
 
 @pytest.mark.parametrize("copied", [False, True])
@@ -372,7 +375,7 @@ def test_no_layer_is_guarded_by_what_another_one_has(copied):
     model = copy.deepcopy(model) if copied else model
     for layer in model.modules():
         if isinstance(layer, Sliced):
-            assert "_stand_ins" in layer.__dict__
+            assert "_gradient_leaves" in layer.__dict__
 
 
 def test_compiled_autograd(float64):

@@ -18,6 +18,7 @@ from oracle import exactly
 from sliceout import Slice
 from sliceout.compact.gradient import SlicedGrad, same_place
 from sliceout.lab.memory import peak_growth
+from sliceout.slices import Take
 
 
 def both(name="mlp", draws=1, **settings):
@@ -94,17 +95,17 @@ def test_autocast_gives_gradients_in_the_dtype_of_the_parameter(dtype):
 def test_what_autograd_hands_to_two_parameters_is_not_shared_by_their_gradients(float64):
     s = Slice(8, grads="compact")
     a, b = (nn.Parameter(torch.ones(8)) for _ in range(2))
-    small = sliceout.ops.take(a, s.axis()) + sliceout.ops.take(b, s.axis())
+    small = sliceout.ops.take(a, Take(s.axis())) + sliceout.ops.take(b, Take(s.axis()))
     small.backward(torch.arange(4.0))
     a.grad.mul_(10.0)
     assert (a.grad.sum(), b.grad.sum()) == (60, 6)
     a.grad = b.grad = None
-    small = sliceout.ops.take(a, s.axis()) + sliceout.ops.take(b, s.axis())
+    small = sliceout.ops.take(a, Take(s.axis())) + sliceout.ops.take(b, Take(s.axis()))
     small.backward(torch.arange(4.0))
     torch._foreach_mul_([a.grad], 2.0)
     assert (a.grad.sum(), b.grad.sum()) == (12, 6)
     a.grad = b.grad = None
-    sliceout.ops.take(a, s.axis()).sum().backward()  # an expanded number, which cannot be written to
+    sliceout.ops.take(a, Take(s.axis())).sum().backward()  # an expanded number, which cannot be written to
     a.grad.mul_(3.0)
     assert a.grad.sum() == 12
 

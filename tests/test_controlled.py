@@ -1,13 +1,9 @@
-"""Controlled dropout: subsets against the masked dense network, their draws, and the Triton kernels."""
+"""Controlled dropout: subsets against the masked dense network, and their draws."""
 
 from __future__ import annotations
 
 import copy
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -172,52 +168,3 @@ def test_converted_models_equal_their_masked_selves(float64, name):
 def test_a_subset_has_no_starts_to_go_through():
     with pytest.raises(ValueError, match="no starts to enumerate: any 6 of 10 units"):
         Subset(10, 0.4).starts  # noqa: B018
-
-
-@pytest.mark.slow
-def test_the_kernels_gather_subsets_through_the_interpreter():
-    pytest.importorskip("triton")
-    here = Path(__file__).parent
-    paths = os.pathsep.join([str(here.parent / "src"), str(here)])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
-    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-3000:]
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_kernels_gather_subsets():
-    check_kernels("cuda")
-
-
-def check_kernels(device: str) -> None:
-    from sliceout.ops import kernels, reference
-
-    for shape, format in (((24, 20), None), ((24, 20, 3, 3), torch.channels_last), ((24, 20, 3, 3), None)):
-        full = torch.randn(shape, device=device)
-        full = full if format is None else full.contiguous(memory_format=format)
-        for rows, cols in (
-            (Subset(12, 0.5).axis(inner=2), Subset(5, 0.4).axis(blocks=4)),
-            (sliceout.Slice(24, 0.5).axis(), Subset(20, 0.5).axis()),
-            (None, Subset(20, 0.5).axis()),
-        ):
-            axes = [a for a in (rows, cols) if a is not None]
-            for a in axes:
-                a.slice.to(torch.device(device))
-            args = (
-                *(None if a is None else a.slice.start for a in (rows, cols)),
-                *([] if a is None else a.geometry for a in (rows, cols)),
-                *(None if a is None else a.slice.scale for a in (rows, cols)),
-            )
-            small = kernels.take(full, *args)
-            torch.testing.assert_close(small, reference.take(full, *args, None))
-            nan = torch.full_like(full, torch.nan)
-            torch.testing.assert_close(kernels.put(small, nan, *args), reference.put(small, *args, torch.float32))
-    s, vector = Subset(12, 0.5), torch.zeros(12, device=device)
-    s.to(torch.device(device))
-    kernels.store_(vector, torch.ones(6, device=device), s.start, s.axis().geometry)
-    assert vector.cpu().double().tolist() == mask(s).cpu().tolist()
-
-
-if __name__ == "__main__":
-    check_kernels("cpu")

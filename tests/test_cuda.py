@@ -40,7 +40,7 @@ from networks import (
     train_step,
 )
 from sliceout import nn as snn
-from sliceout.ops import inlined, prefetch
+from sliceout.ops import prefetch
 
 DEVICE = os.environ.get("SLICEOUT_TEST_DEVICE", "cuda")
 BF16 = 2.0**-8  # half a unit in the last place, relative
@@ -313,7 +313,8 @@ def launches(model: nn.Module, x: Tensor) -> tuple[int, dict[str, int]]:
 
 
 @needs_cuda
-def test_a_compiled_batch_norm_costs_three_launches_and_saves_the_one_that_counts():
+def test_compiled_code_inlines_every_take_and_put():
+    """What is left of them are the four copies of matrices: into the products, and into the full gradients."""
     s = sliceout.Slice(64)
     sliced = nn.Sequential(
         snn.Conv2d(16, 64, 3, bias=False, out_slice=s),
@@ -324,11 +325,9 @@ def test_a_compiled_batch_norm_costs_three_launches_and_saves_the_one_that_count
     small = nn.Conv2d(16, 32, 3, bias=False), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 16, 3, bias=False)
     x = torch.randn(32, 16, 16, 16, device=DEVICE).to(memory_format=torch.channels_last)
     sliced, narrow = (m.to(DEVICE, memory_format=torch.channels_last) for m in (sliced, nn.Sequential(*small)))
-    with inlined.for_graphs():
-        generated, ours = launches(sliced, x)
-    assert ours == {"take": 2, "put": 2, "take_pair": 1, "put_pair": 1, "update_statistics_": 1}
-    assert generated == launches(narrow, x)[0] - 1
-    assert not launches(sliced, x)[1], "inlined where no graph replays them"
+    generated, ours = launches(sliced, x)
+    assert not ours
+    assert generated <= launches(narrow, x)[0] + 8, "matrices in and out, vectors out, statistics"
 
 
 # -- CUDA graphs -------------------------------------------------------------------------------------------------------

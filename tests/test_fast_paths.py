@@ -25,7 +25,8 @@ from sliceout.lab.models import TransformerLM, WideResNet, mlp
 from sliceout.ops import prefetch
 
 pytest.importorskip("triton", reason="triton is not installed")
-from sliceout.ops import multi_tensor as many
+from sliceout.compact import kernels as updates
+from sliceout.ops import multi_tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -50,11 +51,12 @@ class Launches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: dict[str, list[int]] = {}
-        for kind in ("take", "put", "sgd", "adam"):
-            monkeypatch.setattr(many, kind, self.counted(kind, getattr(many, kind)))
-        put = many.Gradients.put
+        for module, kinds in ((multi_tensor, ("take", "put")), (updates, ("sgd", "adam"))):
+            for kind in kinds:
+                monkeypatch.setattr(module, kind, self.counted(kind, getattr(module, kind)))
+        put = multi_tensor.PutPlan.put
         monkeypatch.setattr(
-            many.Gradients, "put", lambda which, *both: self.counted("put", lambda _: put(which, *both))(both[0])
+            multi_tensor.PutPlan, "put", lambda which, *both: self.counted("put", lambda _: put(which, *both))(both[0])
         )
 
     def counted(self, kind: str, launch: Callable[..., None]) -> Callable[..., None]:
@@ -311,7 +313,7 @@ def test_keeping_the_memory_of_slices_costs_no_memory(name: str, grads: str, mon
         optimizer = torch.optim.SGD(model.parameters(), 2**-9, momentum=0.9)
         train(model, x, y, optimizer, 4)
         plan = prefetch.plan_of(sliceout.slices(model))
-        parameters = next(note.portion for note in plan.notes.values() if note.full().requires_grad)
+        parameters = next(note.portion for note in plan.entries.values() if note.full().requires_grad)
         kept = plan.kept.get(parameters)
         assert (kept is not None) == (counts is not None)
         torch.cuda.reset_peak_memory_stats()
@@ -331,13 +333,13 @@ def churn() -> None:
     """Many launches over other tensors: caches overflow, and freed memory is written to."""
     s = sliceout.Slice(16, 0.5)
     s.to(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu"))
-    many._kept.clear()
+    multi_tensor._kept.clear()
     for i in range(270):
         columns = [257 if i >> bit & 1 else 1 for bit in range(9)]  # two tiles or four: another table each time
         fulls = [torch.randn(16, n, device=DEVICE) for n in columns]
         smalls = [torch.empty(s.width, n, device=DEVICE) for n in columns]
-        many.take(
-            [many.Piece(f, t, (s.start, s.axis().geometry), None) for f, t in zip(fulls, smalls, strict=True)]
+        multi_tensor.take(
+            [multi_tensor.Piece(f, t, (s.start, s.axis().geometry), None) for f, t in zip(fulls, smalls, strict=True)]
         )  # fmt: skip
         assert all(torch.equal(t, f[: s.width]) for f, t in zip(fulls, smalls, strict=True))
     blocks = [torch.full((n,), -1, dtype=torch.int64, device=DEVICE) for n in range(1, 4000, 7)]
@@ -347,8 +349,8 @@ def churn() -> None:
 @pytest.mark.skipif(INTERPRETED, reason="a minute through the interpreter")
 def test_the_caches_may_overflow() -> None:
     churn()
-    assert 0 < len(many._kept) < 257, "they were emptied on the way"
-    assert len(many._known) <= 65
+    assert 0 < len(multi_tensor._kept) < 257, "they were emptied on the way"
+    assert len(multi_tensor._known) <= 65
 
 
 @needs_cuda
@@ -386,7 +388,7 @@ def test_a_captured_step_keeps_no_slices(grads: str) -> None:
     model, x, y = made("mlp", grads)
     step = sliceout.capture(model, loss_of, torch.optim.SGD(model.parameters(), 2**-5), (x, y))
     plan = prefetch.plan_of(sliceout.slices(model))
-    assert plan.notes, "they were fetched together"
+    assert plan.entries, "they were fetched together"
     assert not plan.held()
     step(x, y)
 

@@ -14,10 +14,10 @@ from torch import nn
 
 import sliceout
 from oracle import exactly
+from sliceout.conversion.baselines import SCHEMES
 from sliceout.lab import LabError
 from sliceout.lab.models import NAMES, TransformerLM, WideResNet, build
 from sliceout.lab.oracle import masked_dense_
-from sliceout.conversion.baselines import SCHEMES
 
 
 def count(model: nn.Module) -> float:

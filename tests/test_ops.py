@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 from conftest import cuda_only, devices
-from opcases import Case, cases, listed, pairs, statistics
+from opcases import Case, cases, listed, statistics
 from sliceout import Slice
 from sliceout.drawing import owner_of
-from sliceout.ops import library, prefetch, reference, store_, take, views
+from sliceout.ops import library, prefetch, reference, store_, take
+from sliceout.ops.placement import memory_format, small_shape
 from sliceout.schemes.subset import Subset
+from sliceout.slices import Take
 
 IDS = [f"{i}-{'x'.join(map(str, c.shape))}-{c.layout}" for i, c in enumerate(listed())]
 every_listed = pytest.mark.parametrize("number", range(len(IDS)), ids=IDS)
@@ -51,19 +53,17 @@ def compare_all(case: Case, device: str) -> None:
         case.check_full(got, grad, f"gradient of {what}")
         return small, got
 
-    rows, cols = case.axes
-    scales = {"scale_rows": case.scale_rows, "scale_cols": case.scale_cols}
     through(lambda t: reference.take(t, *case.args, case.target), "reference.take")
-    _, by_take = through(lambda t: take(t, rows, cols, **scales, dtype=case.target), "take")
+    _, by_take = through(lambda t: take(t, case.description, case.target), "take")
     op_small, by_op = through(lambda t: torch.ops.sliceout.take(t, *case.args, case.target), "torch.ops.sliceout.take")
     case.check_full(reference.put(grad, *case.args, case.dtype), grad, "reference.put")
     with poisoned_memory():
         by_put = put_op(grad, case)
     case.check_full(by_put, grad, "torch.ops.sliceout.put")
 
-    assert op_small.is_contiguous(memory_format=views.memory_format(full)), "the op must keep the memory format"
+    assert op_small.is_contiguous(memory_format=memory_format(full)), "the op must keep the memory format"
     for got in (by_take, by_op, by_put):
-        assert got.is_contiguous(memory_format=views.memory_format(full)) or case.layout == "transposed"
+        assert got.is_contiguous(memory_format=memory_format(full)) or case.layout == "transposed"
 
 
 @devices
@@ -112,22 +112,6 @@ def test_low_precision_is_rounded_once(case, device):
 
 @settings(max_examples=60)
 @devices
-@given(pair=pairs())
-def test_pairs_agree_with_the_definition(pair, device):
-    torch.manual_seed(0)
-    axis = pair[0].to(device).rows
-    fulls = [c.full(device).requires_grad_() for c in pair]
-    grads = [torch.randn(axis.width, dtype=torch.float64).to(c.dtype).to(device) for c in pair]
-    with poisoned_memory():
-        smalls = torch.ops.sliceout.take_pair(*fulls, axis.slice.start, axis.geometry)
-        got = torch.autograd.grad(smalls, fulls, grads)
-    for case, full, small, grad, back in zip(pair, fulls, smalls, grads, got, strict=True):
-        case.check_small(small, full, "take_pair")
-        case.check_full(back, grad, "gradient of take_pair")
-
-
-@settings(max_examples=60)
-@devices
 @given(case=statistics())
 def test_statistics_follow_the_batch_and_others_stay(case, device):
     torch.manual_seed(0)
@@ -145,10 +129,7 @@ def test_first_and_second_derivatives(number, path):
     case = listed()[number]
 
     def squared(full):
-        if path == "op":
-            small = torch.ops.sliceout.take(full, *case.args, None)
-        else:
-            small = take(full, *case.axes, scale_rows=case.scale_rows, scale_cols=case.scale_cols)
+        small = torch.ops.sliceout.take(full, *case.args, None) if path == "op" else take(full, case.description)
         return small**2
 
     full = case.full().requires_grad_()
@@ -157,39 +138,6 @@ def test_first_and_second_derivatives(number, path):
 
 
 VECTORS = [Slice(10).axis(), Slice(4).axis(blocks=2, inner=3), Subset(10).axis()]
-
-
-@pytest.mark.parametrize("axis", VECTORS, ids=str)
-def test_first_and_second_derivatives_of_pairs(axis):
-    where = axis.slice.start, axis.geometry
-    fulls = [torch.randn(axis.size, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-    smalls = [torch.randn(axis.width, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-
-    def squared(op):
-        return lambda *pair: [t**2 for t in op(*pair, *where)]
-
-    for op, pair in ((torch.ops.sliceout.take_pair, fulls), (torch.ops.sliceout.put_pair, smalls)):
-        assert torch.autograd.gradcheck(squared(op), pair)
-        assert torch.autograd.gradgradcheck(squared(op), pair)
-
-
-@devices
-@pytest.mark.parametrize("which", [0, 1])
-def test_one_of_a_pair_may_be_frozen_or_unused(which, device):
-    case = Case((10,), Slice(10).axis(), None).to(device)
-    where = case.rows.slice.start, case.rows.geometry
-
-    fulls = [case.full(device) for _ in range(2)]
-    fulls[1 - which].requires_grad_()
-    smalls = torch.ops.sliceout.take_pair(*fulls, *where)
-    (smalls[0] * smalls[1]).sum().backward()
-    assert fulls[which].grad is None
-    case.check_full(fulls[1 - which].grad, smalls[which].detach(), "gradient where the other is frozen")
-
-    fulls = [case.full(device).requires_grad_() for _ in range(2)]
-    torch.ops.sliceout.take_pair(*fulls, *where)[1 - which].sum().backward()
-    assert fulls[which].grad is None
-    case.check_full(fulls[1 - which].grad, torch.ones_like(smalls[0]), "gradient where the other is unused")
 
 
 @devices
@@ -206,7 +154,7 @@ def test_gradient_of_a_parameter_with_odd_strides_lies_in_place(layout, device):
     full = full.detach().requires_grad_()
     case = Case((6, 8), rows.axis(), cols.axis(), scale_rows=True).to(device)
     for f in (
-        lambda: take(full, *case.axes, scale_rows=True),
+        lambda: take(full, case.description),
         lambda: torch.ops.sliceout.take(full, *case.args, None),
     ):
         small = f()
@@ -243,7 +191,7 @@ def test_opcheck_passes(number, device):
     last = case.layout == "channels_last"
     torch.library.opcheck(torch.ops.sliceout.take.default, (full.clone().requires_grad_(), *case.args, case.target))
     leaf = torch.randn_like(small, dtype=full.dtype).requires_grad_()
-    torch.library.opcheck(torch.ops.sliceout.take_for.default, (leaf, full, *case.args, case.target))
+    torch.library.opcheck(torch.ops.sliceout.take.default, (full, *case.args, case.target, leaf))
     torch.library.opcheck(
         torch.ops.sliceout.put.default,
         (torch.randn_like(small).requires_grad_(), *case.args, case.shape, last, case.dtype),
@@ -257,20 +205,38 @@ def test_opcheck_passes(number, device):
 @devices
 @pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("axis", VECTORS, ids=str)
-def test_opcheck_passes_for_the_ops_over_several_vectors(axis, counted, device):
+def test_opcheck_passes_for_statistics(axis, counted, device):
     case = Case((axis.size,), axis, None, dtype=torch.float32).to(device)
     where = axis.slice.start, axis.geometry
-    for op, n in ((torch.ops.sliceout.take_pair, axis.size), (torch.ops.sliceout.put_pair, axis.width)):
-        first = torch.randn(n, device=device, requires_grad=True)
-        second = torch.randn(n, device=device, dtype=torch.float64, requires_grad=counted)
-        torch.library.opcheck(op.default, (first, second, *where))
-    leaves = [torch.randn(axis.width, device=device, requires_grad=True) for _ in range(2)]
-    full = case.full(device)
-    torch.library.opcheck(torch.ops.sliceout.take_pair_for.default, (*leaves, full, full.double(), *where))
     vectors = [case.full(device), case.full(device)], [torch.randn(axis.width, device=device) for _ in range(2)]
     count = torch.tensor(3, device=device) if counted else None
     args = (*vectors[0], count, *vectors[1], *where, 0.1)
     torch.library.opcheck(torch.ops.sliceout.update_statistics_.default, args)
+
+
+@devices
+def test_with_a_leaf_the_gradient_goes_there_as_it_is(device):
+    """Not to the parameter, and without the normalisation: whoever receives it knows both."""
+    case = Case((6, 8), Slice(6).axis(), Slice(8, 0.25).axis(), scale_rows=True, scale_cols=True).to(device)
+    full = case.full(device).requires_grad_()
+    leaf = torch.zeros(3, 6, dtype=torch.float64, device=device, requires_grad=True)
+    small = torch.ops.sliceout.take(full.detach(), *case.args, None, leaf)
+    case.check_small(small, full, "take with a leaf")
+    grad = torch.randn_like(small)
+    small.backward(grad)
+    assert full.grad is None
+    assert torch.equal(leaf.grad, grad)
+
+
+@devices
+def test_a_draw_before_the_gradient_reaches_its_leaf_raises(device):
+    s = Slice(32)
+    case = Case((32,), s.axis(), None).to(device)
+    leaf = torch.zeros(16, dtype=torch.float64, device=device, requires_grad=True)
+    small = torch.ops.sliceout.take(case.full(device), *case.args, None, leaf)
+    owner_of(s).draw_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        small.sum().backward()
 
 
 def test_the_op_never_returns_its_inputs_memory():
@@ -296,7 +262,7 @@ def test_on_the_cpu_a_slice_is_a_view_unless_it_wraps(shape, dims):
             if axis is not None:
                 owner_of(axis.slice).seek_(step)
                 wraps |= axis.slice.start_on_host + axis.slice.width > axis.slice.size
-        small = take(full, *axes)
+        small = take(full, Take(*axes))
         shares = small.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
         assert shares == (not wraps)
         seen.add(wraps)
@@ -307,7 +273,7 @@ def test_views_notice_that_the_parameter_changed_before_backward():
     """As in a plain layer: the gradient would be that of other weights."""
     s = Slice(8, sampling="window")
     full = nn.Parameter(torch.randn(8, 8))
-    loss = (take(full, s.axis()) ** 2).sum()
+    loss = (take(full, Take(s.axis())) ** 2).sum()
     with torch.no_grad():
         full.mul_(2)
     with pytest.raises(RuntimeError, match="has been modified"):
@@ -336,7 +302,7 @@ def test_store_replaces_the_kept_entries_and_no_others(case, device):
 def test_a_store_into_its_own_view_changes_nothing_more():
     s = Slice(8, sampling="window")
     full = torch.randn(8)
-    small = take(full, s.axis())
+    small = take(full, Take(s.axis()))
     small.add_(1)
     before = full.clone()
     store_([full], [small], s.axis())
@@ -351,11 +317,11 @@ def test_a_store_into_its_own_view_changes_nothing_more():
 @every_listed
 def test_nan_outside_the_slice_never_leaks(number, device):
     case = listed()[number].to(device)
-    kept = case.put(torch.ones(views.small_shape(torch.Size(case.shape), *case.args[2:4]))) != 0
+    kept = case.put(torch.ones(small_shape(torch.Size(case.shape), *case.args[2:4]))) != 0
     full = torch.where(kept.to(device), case.full(device), torch.nan)
     full = case.lay_out(full).requires_grad_()
     for f in (
-        lambda t: take(t, *case.axes, scale_rows=case.scale_rows, scale_cols=case.scale_cols, dtype=case.target),
+        lambda t: take(t, case.description, case.target),
         lambda t: torch.ops.sliceout.take(t, *case.args, case.target),
         lambda t: reference.take(t, *case.args, case.target),
     ):
@@ -390,22 +356,11 @@ def test_a_draw_between_forward_and_backward_raises_on_the_op_path(device):
         small.sum().backward()
 
 
-@devices
-def test_a_draw_between_forward_and_backward_of_a_pair_raises(device):
-    s = Slice(32)
-    case = Case((32,), s.axis(), None).to(device)
-    fulls = [case.full(device).requires_grad_() for _ in range(2)]
-    one, other = torch.ops.sliceout.take_pair(*fulls, s.start, s.axis().geometry)
-    owner_of(s).draw_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        (one + other).sum().backward()
-
-
 def test_a_draw_between_forward_and_backward_is_right_on_the_view_path():
     s = Slice(32)
     case = Case((32,), s.axis(), None)
     full = case.full().requires_grad_()
-    small = take(full, s.axis())
+    small = take(full, Take(s.axis()))
     grad = torch.randn_like(small)
     expected, start = case.put(grad), s.start_on_host
     while s.start_on_host == start:
@@ -416,13 +371,13 @@ def test_a_draw_between_forward_and_backward_is_right_on_the_view_path():
 
 def test_take_refuses_a_tensor_that_the_axis_does_not_cover():
     with pytest.raises(ValueError, match=r"dimension 1 of shape \(4, 9\) does not match Slice\(4 of 8, circular\)"):
-        take(torch.zeros(4, 9), None, Slice(8).axis())
+        take(torch.zeros(4, 9), Take(None, Slice(8).axis()))
 
 
 def test_take_of_nothing_is_the_parameter_itself():
     full = nn.Parameter(torch.randn(3))
-    assert take(full) is full
-    assert take(full, dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert take(full, Take(None)) is full
+    assert take(full, Take(None), torch.bfloat16).dtype == torch.bfloat16
 
 
 def test_the_library_declares_what_it_computes():

@@ -18,7 +18,7 @@ from torch.optim import LBFGS, Optimizer
 
 from . import stepping
 from .drawing import Slices
-from .ops import inlined, prefetch, tables, without_views
+from .ops import prefetch, tables, without_views
 
 
 def capture(
@@ -40,7 +40,7 @@ def capture(
         optimizer: any ``torch.optim`` optimizer that takes no closure.
         example_batch: ``(*inputs, target)`` on the GPU; every later batch must have these shapes and dtypes.
         autocast: dtype of mixed precision, such as ``torch.bfloat16``.
-        warmup: steps to run before capturing, so that libraries and allocators have made up their minds.
+        warmup: steps to run before capturing, so that libraries and allocators have reached their steady state.
 
     Returns:
         A function of a batch that returns the loss of that step, a tensor that the next call overwrites.
@@ -83,9 +83,9 @@ class CapturedStep:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         # The kernels that the graph will hold.
-        with stepping.paused(), without_views(), inlined.for_graphs(), torch.cuda.stream(side):
+        with stepping.paused(), without_views(), torch.cuda.stream(side):
             for _ in range(max(warmup, 1)):
-                with tables.counted() as needed:
+                with tables.counted(self.batch[0].device) as needed:
                     step()
         torch.cuda.current_stream().wait_stream(side)
         kept.restore()  # the graph is to take its place, and that of the warm-up's gradients and slices
@@ -93,12 +93,10 @@ class CapturedStep:
         _release_slices(owners)
         free_workspaces()
         self.graph = torch.cuda.CUDAGraph()  # entering it gives back what is free now
-        with (
-            tables.deferred(2 * needed.entries + 1024, self.batch[0].device) as self.tables,
-            stepping.paused(),
-            torch.cuda.graph(self.graph),
-        ):
+        self.tables = tables.Arena(2 * needed.entries + 1024, self.batch[0].device)
+        with stepping.paused(), torch.cuda.graph(self.graph), tables.into(self.tables):
             self.loss = step()
+        self.tables.fill()
         free_workspaces()
         self.state = _State(optimizer)
         self.live = [s for owner in stepping.owners_in(optimizer) for s in owner]

@@ -98,15 +98,17 @@ class Slices:
         self.members = list(slices)
         self.drawn = 0  # how often draw_ was called on this object
         self.stamp = 0  # changes whenever starts may have
-        self._ahead: _Ahead | None = None
-        self._forget_training()
+        self._begin()
         self._tell_apart()
         for s in self.members:
             s.owner = self
         self.seek_(step)
 
-    def _forget_training(self) -> None:
-        """Start the records of ``stepping`` afresh: who has stepped, and whether training goes on without draws."""
+    def _begin(self) -> None:
+        """What is neither copied nor saved."""
+        self._ahead: _Ahead | None = None
+        self.caches: dict[str, Any] = {}  # what others keep for as long as these slices live
+        # Records of ``stepping``: who has stepped, and whether training goes on without draws.
         self.stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.expected: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.observed: int | None = None
@@ -160,8 +162,7 @@ class Slices:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._ahead = None
-        self._forget_training()
+        self._begin()
 
     def __repr__(self) -> str:
         return f"Slices(step={self.step}, {self.members})"

@@ -86,7 +86,9 @@ class Schedule:
                 for s, rate in self.rates.items():
                     s.rerate_(factor * rate)
                 recipes.rerated(self.model)
-                gradient_leaves.refresh_all(self.model)
+                for layer in self.model.modules():
+                    if hasattr(layer, "_gradient_leaves"):
+                        gradient_leaves.refresh(layer)
             self.factor = factor
         return factor
 

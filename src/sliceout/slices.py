@@ -299,6 +299,14 @@ class Take(NamedTuple):
         return all(isinstance(a, Axis) and a.slice.contiguous for a in self.axes)
 
     @property
+    def simple_axes(self) -> tuple[Axis | None, Axis | None]:
+        """Rows and columns of a take that is :attr:`simple`."""
+        rows, cols = self.rows, self.cols
+        assert not isinstance(rows, ConcatAxis)
+        assert not isinstance(cols, ConcatAxis)
+        return rows, cols
+
+    @property
     def compact(self) -> bool:
         """Whether gradients come back slice-sized: what all its slices must want."""
         return bool(self.axes) and self.simple and all(a.slice.grads == "compact" for a in self.axes)

@@ -13,5 +13,5 @@ from . import data_parallel, gradient_ops, optimizers  # noqa: F401 (gradient_op
 
 def observe() -> None:
     """Look after optimizers and data-parallel wrappers. Called when the first compact slice gets a layer."""
-    optimizers.watch()
-    data_parallel.watch()
+    optimizers.observe()
+    data_parallel.observe()

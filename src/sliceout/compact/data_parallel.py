@@ -29,7 +29,7 @@ from .gradient import SlicedGrad
 _hook: Any = None
 
 
-def watch() -> None:
+def observe() -> None:
     """Look after all models that DDP wraps from now on. Called when the first compact slice is made."""
     global _hook
     if _hook is None and dist.is_available():
@@ -72,10 +72,10 @@ def _take_over(ddp: Any, module: nn.Module) -> set[Tensor]:
 def _compact_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters whose gradients come slice-sized, under all their names."""
     found = set()
-    for layer in module.modules():
-        if hasattr(layer, "takes"):
-            own = layer._parameters  # type: ignore[attr-defined]
-            found |= {own.get(name) for name, taken in layer.takes().items() if taken.compact}
+    layers: list[Any] = [m for m in module.modules() if hasattr(m, "_gradient_leaves")]
+    for layer in layers:
+        own = layer._parameters
+        found |= {own.get(name) for name, taken in layer.takes().items() if taken.compact}
     for name, p in module.named_parameters(remove_duplicate=False):
         if p in found and p.requires_grad:
             yield name, p
@@ -101,13 +101,13 @@ class Reduction:
 
     def __init__(self, ddp: Any, parameters: list[nn.Parameter], others: list[nn.Parameter]) -> None:
         self.ddp, self.parameters, self.others = ddp, parameters, others
-        self._watch()
+        self._observe()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._watch()  # a copied parameter has no hooks
+        self._observe()  # a copied parameter has no hooks
 
-    def _watch(self) -> None:
+    def _observe(self) -> None:
         self.due, self.pending = False, set[int]()
         self.ids = {id(p) for p in self.parameters}
         for p in (*self.parameters, *(q for q in self.others if q.requires_grad)):

@@ -11,49 +11,21 @@ What each operation does is in ``grad_ops``, the slice-only optimizer update tha
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..ops import reference, take, views
-from ..slices import Axis
-from ..slices import Take as TakeSpec
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a slice lay along a dimension when the gradient was made: later draws do not move it."""
-
-    axis: Axis | None  # none if the model is gone
-    start: int
-    geometry: tuple[int, ...]
-
-    @classmethod
-    def now(cls, axis: Axis | None) -> Place | None:
-        return None if axis is None else cls(axis, axis.slice.start_on_host, tuple(axis.geometry))
-
-    @property
-    def cut(self) -> views.Cut:
-        return self.start, list(self.geometry)
-
-    def start_on(self, device: torch.device) -> Tensor:
-        """The start in device memory: the slice's own as long as it has not moved on, so that graphs can read it."""
-        if self.axis is not None:
-            live = self.axis.slice
-            if live.start_on_host == self.start and live.start.device == device:
-                return live.start
-        return torch.tensor([self.start], device=device)
+from ..ops import library, views
+from ..ops.placement import Placement, TensorSpec, is_channels_last, register_compact_gradient, strides_of
 
 
 class SlicedGrad(Tensor):
     """A gradient that is zero outside a slice. Made by autograd; see the module's text.
 
     Attributes:
-        small: the entries of the slice, before ``gain``, ``row_scale`` and ``col_scale`` are multiplied in.
-        rows, cols: where they lie along dimensions 0 and 1; ``None`` means all of it.
+        small: the entries of the slice, before the normalisations of ``at`` are multiplied in.
+        at: where they lie.
         full: the whole gradient, once somebody has changed it in a way that need not be confined to the slice, or holds
             a view of it. All operations go there from then on.
         owned: whether ``small`` is ours to write to: what autograd hands out may be shared (``a + b`` hands one tensor
@@ -62,48 +34,27 @@ class SlicedGrad(Tensor):
     """
 
     small: Tensor
-    rows: Place | None
-    cols: Place | None
-    gain: float
-    row_scale: Tensor | None
-    col_scale: Tensor | None
+    at: Placement
     full: Tensor | None
     owned: bool
     empty: bool
     _viewed: bool
 
     @staticmethod
-    def __new__(
-        cls: Any,
-        small: Tensor,
-        like: views.Like,
-        rows: Place | None,
-        cols: Place | None,
-        gain: float = 1.0,
-        row_scale: Tensor | None = None,
-        col_scale: Tensor | None = None,
-        owned: bool = False,
-    ) -> SlicedGrad:
-        shape, channels_last, dtype = like
-        strides = views.strides(shape, channels_last)
+    def __new__(cls: Any, small: Tensor, spec: TensorSpec, at: Placement, owned: bool = False) -> SlicedGrad:
+        shape, channels_last, dtype = spec
+        strides = strides_of(shape, channels_last)
         self = Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=small.device)
         self = cast("SlicedGrad", self)
-        self.small, self.rows, self.cols, self.gain = small, rows, cols, gain
-        self.row_scale, self.col_scale, self.full = row_scale, col_scale, None
+        self.small, self.at, self.full = small, at, None
         self.owned, self.empty, self._viewed = owned, False, False
         return self
 
     def values(self) -> Tensor:
         """The entries of the slice in the dtype of the gradient, everything multiplied in."""
-        if self.gain != 1 or self.row_scale is not None or self.col_scale is not None or self.small.dtype != self.dtype:
-            small = self.small.to(torch.promote_types(self.dtype, torch.float32))
-            sides = ((0, self.rows, self.row_scale), (1, self.cols, self.col_scale))
-            for dim, place, scale in sides:
-                if place is not None and scale is not None:
-                    unit = reference.sources(place.start_on(small.device), list(place.geometry))[1]
-                    small = reference.scaled(small, scale[unit], dim)
-            self.small = (small if self.gain == 1 else small * self.gain).to(self.dtype)
-            self.gain, self.row_scale, self.col_scale, self.owned = 1.0, None, None, True
+        if self.at.gain != 1 or not self.at.uniform or self.small.dtype != self.dtype:
+            self.small = self.at.scaled(self.small).to(self.dtype)
+            self.at, self.owned = Placement(*self.at[:2]), True
         return self.small
 
     def writable(self) -> Tensor:
@@ -122,17 +73,13 @@ class SlicedGrad(Tensor):
         """The whole gradient, as an ordinary tensor."""
         if self.full is not None:
             return self.full
-        starts = [None if p is None else p.start_on(self.device) for p in (self.rows, self.cols)]
-        geometries = [[] if p is None else list(p.geometry) for p in (self.rows, self.cols)]
-        channels_last = views.is_channels_last(self)
-        return torch.ops.sliceout.put(
-            self.values(), *starts, *geometries, None, None, self.shape, channels_last, self.dtype
-        )
+        values = self.values()
+        return library.put(values, TensorSpec.of(self), self.at)
 
     def is_sliced(self) -> bool:
         """Whether it is zero outside the slice, and ``values()`` holds the rest: if not, it counts as dense."""
         if self.full is not None:
-            kept = views.take_copy(self.full, *self._cuts())
+            kept = views.take_copy(self.full, self.at)
             if int(kept.count_nonzero()) != int(self.full.count_nonzero()):
                 return False
             self._become(self, kept, owned=True)
@@ -140,26 +87,20 @@ class SlicedGrad(Tensor):
                 self.full = None
         return True
 
-    def _cuts(self) -> tuple[views.Cut, views.Cut]:
-        row, col = (views.WHOLE if p is None else p.cut for p in (self.rows, self.cols))
-        return row, col
-
     def _become(self, other: SlicedGrad, values: Tensor, owned: bool) -> None:
         """Hold these values at the place of ``other``."""
-        self.small, self.rows, self.cols, self.owned = values, other.rows, other.cols, owned
-        self.gain, self.row_scale, self.col_scale, self.empty = 1.0, None, None, other.empty
+        self.small, self.at, self.owned, self.empty = values, Placement(*other.at[:2]), owned, other.empty
 
     def rectangles(self, *fulls: Tensor) -> list[tuple[Tensor, ...]]:
         """Views of the small tensor and of each full one (the parameter, its state) that hold the same entries."""
-        row, col = self._cuts()
         values = self.values()
-        pairs = [list(views.rectangles(full, values, row, col)) for full in fulls]
+        pairs = [list(views.rectangles(full, values, self.at)) for full in fulls]
         return [(same[0][1], *(big for big, _ in same)) for same in zip(*pairs, strict=True)]
 
-    def _with(self, small: Tensor) -> SlicedGrad:
-        """A new gradient at the same place."""
-        like = (tuple(self.shape), views.is_channels_last(self), small.dtype)
-        return SlicedGrad(small, like, self.rows, self.cols, owned=True)
+    def like(self, small: Tensor) -> SlicedGrad:
+        """A new gradient at the same place, with these values."""
+        spec = TensorSpec(tuple(self.shape), is_channels_last(self), small.dtype)
+        return SlicedGrad(small, spec, Placement(*self.at[:2]), owned=True)
 
     def tolist(self) -> Any:
         return self.dense().tolist()
@@ -184,10 +125,7 @@ class SlicedGrad(Tensor):
 
 def same_place(a: SlicedGrad, b: SlicedGrad) -> bool:
     """Whether both hold the same entries of the same parameter shape."""
-    return (
-        a.full is None and b.full is None and a.shape == b.shape
-        and [p and p.cut for p in (a.rows, a.cols)] == [p and p.cut for p in (b.rows, b.cols)]
-    )  # fmt: skip
+    return a.full is None and b.full is None and a.shape == b.shape and a.at.lies_at(b.at)
 
 
 # -- what torch's operations do to it ----------------------------------------------------------------------------------
@@ -239,21 +177,4 @@ def _aliased(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: Sli
     return None
 
 
-# -- where they come from ----------------------------------------------------------------------------------------------
-
-
-class Take(views._Function):
-    """``ops.take`` of a parameter, whose gradient comes back as a :class:`SlicedGrad`."""
-
-    @staticmethod
-    def forward(ctx: Any, full: Tensor, rows: Axis | None, cols: Axis | None, settings: dict[str, Any]) -> Tensor:
-        ctx.like = views.like_of(full)
-        ctx.rows, ctx.cols = Place.now(rows), Place.now(cols)
-        ctx.factors = TakeSpec(rows, cols, settings["scale_rows"], settings["scale_cols"]).factors
-        return take(full.detach(), rows, cols, **settings)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        sliced = SlicedGrad(grad, ctx.like, ctx.rows, ctx.cols, *ctx.factors)
-        whole = torch.is_grad_enabled() or grad.is_complex()  # an ordinary tensor has second derivatives, and a meaning
-        return sliced.dense() if whole else sliced, None, None, None
+register_compact_gradient(SlicedGrad)

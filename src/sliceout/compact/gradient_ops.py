@@ -32,7 +32,7 @@ def _alias(func: Any, grad: SlicedGrad) -> Any:
 def _clone(func: Any, grad: SlicedGrad, *, memory_format: Any = torch.preserve_format) -> Any:
     if grad.full is not None or memory_format is not torch.preserve_format:
         return NotImplemented
-    out = grad._with(grad.values().clone())
+    out = grad.like(grad.values().clone())
     out.empty = grad.empty
     return out
 
@@ -42,14 +42,14 @@ def _new(func: Any, grad: SlicedGrad, size: Any, stride: Any, **kwargs: Any) -> 
     wanted = (tuple(size), tuple(stride), kwargs.get("dtype") or grad.dtype, kwargs.get("device") or grad.device)
     if grad.full is not None or wanted != (tuple(grad.shape), grad.stride(), grad.dtype, grad.device):
         return NotImplemented
-    return grad._with(torch.empty_like(grad.small, dtype=grad.dtype))
+    return grad.like(torch.empty_like(grad.small, dtype=grad.dtype))
 
 
 def _cast(func: Any, grad: SlicedGrad, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
     elsewhere = device is not None and torch.device(device) != grad.device
     if grad.full is not None or elsewhere or dtype is None or not dtype.is_floating_point:
         return NotImplemented
-    return grad._with(func(grad.values(), dtype=dtype))
+    return grad.like(func(grad.values(), dtype=dtype))
 
 
 def _times(func: Any, grad: Any, other: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -59,7 +59,7 @@ def _times(func: Any, grad: Any, other: Any, *rest: Any, **kwargs: Any) -> Any:
     if not isinstance(grad, SlicedGrad) or grad.full is not None or not _is_number(other, grad.dim()):
         return NotImplemented
     if not func._schema.is_mutable:
-        return grad._with(func(grad.values(), other, *rest, **kwargs))
+        return grad.like(func(grad.values(), other, *rest, **kwargs))
     values = grad.values()
     if grad.owned:
         func(values, other, *rest, **kwargs)
@@ -81,7 +81,7 @@ def _plus(func: Any, a: Any, b: Any, *, alpha: Any = 1) -> Any:
         if func._schema.is_mutable:
             func(a.writable(), b.values(), alpha=alpha)
             return a
-        return a._with(func(a.values(), b.values(), alpha=alpha))
+        return a.like(func(a.values(), b.values(), alpha=alpha))
     if a.full is None and a.empty and a.shape == b.shape and func is aten.add_.Tensor:
         plain = alpha == 1 and a.dtype == b.dtype
         a._become(b, b.values() if plain else (b.values() * alpha).to(a.dtype), owned=not plain)
@@ -156,7 +156,7 @@ ON_SLICES.update({
     aten.copy_.default: _overwrite,
     aten.zero_.default: _zero,
     aten._foreach_zero_.default: _zero_each,
-    aten.neg.default: lambda func, grad: NotImplemented if grad.full is not None else grad._with(-grad.values()),
+    aten.neg.default: lambda func, grad: NotImplemented if grad.full is not None else grad.like(-grad.values()),
     aten.linalg_vector_norm.default: _norm,
     **dict.fromkeys((aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor), _plus),
     **dict.fromkeys(

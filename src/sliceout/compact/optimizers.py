@@ -20,26 +20,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.adam import adam
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.optim.sgd import sgd
 
+from ..ops import tables
+from ..ops.placement import Place, address_key, is_channels_last, layout_key, memory_format
 from ..ops.prefetch import has_triton
-from ..ops.views import forms, is_channels_last, looks, memory_format
-from .gradient import Place, SlicedGrad
+from .gradient import SlicedGrad
 
 if TYPE_CHECKING:
-    from ..ops import multi_tensor as many
+    from .kernels import UpdatePlan
 
 Work = list[tuple[Tensor, SlicedGrad]]
 
 _set_aside: weakref.WeakKeyDictionary[Optimizer, Work] = weakref.WeakKeyDictionary()
-_prepared: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[list[Any], many.Updates | None]]]
+_prepared: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[list[Any], UpdatePlan | None]]]
 _prepared = weakref.WeakKeyDictionary()
 _hooks: list[Any] = []
 
 
-def watch() -> None:
+def observe() -> None:
     """Step over slices only, in all optimizers from now on. Called when the first compact slice is made."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
@@ -112,32 +111,19 @@ def _adam(optimizer: Optimizer, group: dict[str, Any], work: Work) -> None:
             state.update({name: torch.zeros_like(p, memory_format=torch.preserve_format) for name in names})
     if _fused(optimizer, group, work, names):
         return
-    found_inf, scaled = _scaler(optimizer)
+    found_inf, unscale = _scaler(optimizer)
     if found_inf:
         return
     settings: dict[str, Any] = {"beta1": float(group["betas"][0]), "beta2": float(group["betas"][1])}
     settings |= {"lr": float(group["lr"])} | {k: group[k] for k in ("weight_decay", "eps", "amsgrad", "maximize")}
     decoupled = type(optimizer) is AdamW or group["decoupled_weight_decay"]
-    if all(p.is_cpu for p, _ in work):
-        torch._foreach_add_([optimizer.state[p]["step"] for p, _ in work], 1)
-        update: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
-        for p, g in work:
-            state = optimizer.state[p]
-            for grad, param, average, square, *highest in _blocks(g, p, *(state[name] for name in names)):
-                update([param], [scaled(grad)], [average], [square], highest, [state["step"]], **settings)
-        return
-    parts, steps = [], []
+    torch._foreach_add_([optimizer.state[p]["step"] for p, _ in work], 1)
+    update: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
     for p, g in work:
         state = optimizer.state[p]
-        for grad, *fulls in g.rectangles(p, *(state[name] for name in names)):
-            parts.append((scaled(grad), *fulls))
-            steps.append(state["step"].to("cpu", copy=True))  # the same count for all parts of a parameter
-    grads, params, averages, squares, *most = map(list, zip(*parts, strict=True))
-    adam(
-        params, grads, averages, squares, most[0] if most else [], steps,
-        foreach=params[0].is_cuda, has_complex=False, decoupled_weight_decay=decoupled, **settings,
-    )  # fmt: skip
-    torch._foreach_add_([optimizer.state[p]["step"] for p, _ in work], 1)
+        step = [state["step"].to(p.device, torch.float32)]
+        for grad, param, average, square, *highest in _blocks(g, p, *(state[name] for name in names)):
+            update([param], [unscale(grad)], [average], [square], highest, step, **settings)
 
 
 def _sgd(optimizer: Optimizer, group: dict[str, Any], work: Work) -> None:
@@ -148,31 +134,22 @@ def _sgd(optimizer: Optimizer, group: dict[str, Any], work: Work) -> None:
                 optimizer.state[p][name] = torch.zeros_like(p, memory_format=torch.preserve_format)
     if _fused(optimizer, group, work, names):
         return
-    found_inf, scaled = _scaler(optimizer)
+    found_inf, unscale = _scaler(optimizer)
     if found_inf:
         return
     settings = {k: group[k] for k in ("weight_decay", "momentum", "nesterov", "maximize")}
     settings |= {"lr": float(group["lr"]), "dampening": 0.0}
-    if all(p.is_cpu for p, _ in work):
-        for p, g in work:
-            for grad, param, *buffer in _blocks(g, p, *(optimizer.state[p][name] for name in names)):
-                torch._fused_sgd_([param], [scaled(grad)], buffer, is_first_step=False, **settings)
-        return
-    parts = [
-        (scaled(grad), *fulls)
-        for p, g in work
-        for grad, *fulls in g.rectangles(p, *(optimizer.state[p][name] for name in names))
-    ]
-    grads, params, *buffers = map(list, zip(*parts, strict=True))
-    sgd(params, grads, buffers[0] if buffers else [None] * len(params), foreach=params[0].is_cuda, **settings)
+    for p, g in work:
+        for grad, param, *buffer in _blocks(g, p, *(optimizer.state[p][name] for name in names)):
+            torch._fused_sgd_([param], [unscale(grad)], buffer, is_first_step=False, **settings)
 
 
 _BLOCK = 1 << 17
-"""Entries that are updated at a time on the CPU: few calls, and still in the cache when they are written back."""
+"""Entries that are updated at a time: few calls, and on a CPU still in the cache when they are written back."""
 
 
 def _blocks(g: SlicedGrad, *fulls: Tensor) -> Iterator[list[Tensor]]:
-    """The slice in pieces ``[grad, *fulls]`` as torch's fused CPU kernels want them: contiguous, alike, to be changed.
+    """The slice in pieces ``[grad, *fulls]`` as torch's fused kernels want them: contiguous, alike, to be changed.
 
     What does not lie side by side is copied, and written back when the next piece is asked for.
     """
@@ -202,8 +179,7 @@ def _fused(optimizer: Optimizer, group: dict[str, Any], work: Work, names: list[
     """Update all slices in one launch, reading starts from device memory; false where there is no kernel for that."""
     if not _on_gpu(p for p, _ in work) or not has_triton():
         return False
-    from ..ops import multi_tensor as many
-    from ..ops import tables
+    from . import kernels
 
     slices = _Slices(optimizer, work, names)
     device, updates = slices.device, slices.updates()
@@ -224,17 +200,17 @@ def _fused(optimizer: Optimizer, group: dict[str, Any], work: Work, names: list[
         if found_inf is not None:
             torch._foreach_sub_(steps, [found_inf.to(steps[0].device)] * len(steps))
     smalls = slices.smalls()
-    updates.renew(smalls, steps)
+    updates.refresh(smalls, steps)
     shared = {
         "lr": lr, "weight_decay": group["weight_decay"], "maximize": group["maximize"],
         "found_inf": found_inf, "grad_scale": grad_scale,
     }  # fmt: skip
     if type(optimizer) is SGD:
-        many.sgd(updates, momentum=group["momentum"], nesterov=group["nesterov"], **shared)
+        kernels.sgd(updates, momentum=group["momentum"], nesterov=group["nesterov"], **shared)
     else:
         decoupled = type(optimizer) is AdamW or group["decoupled_weight_decay"]
         settings = {"betas": betas, "eps": group["eps"], "amsgrad": group["amsgrad"], "decoupled": decoupled}
-        many.adam(updates, **settings, **shared)
+        kernels.adam(updates, **settings, **shared)
     return True
 
 
@@ -250,27 +226,27 @@ class _Slices:
         self.device = self.params[0].device
         self.places: dict[int, tuple[Tensor, Any]] = {}
 
-    def updates(self) -> many.Updates | None:
+    def updates(self) -> UpdatePlan | None:
         """``None`` where there is no kernel for them."""
         key = id(self.params[0])
-        if key not in self.kept or self.kept[key][0] != self._looks():
+        if key not in self.kept or self.kept[key][0] != self._key():
             for p, s in zip(self.params, self.state, strict=True):
                 _lay_out_alike(p, s, self.names)
-            self.kept[key] = self._looks(), self._prepare() if self._fit() else None
+            self.kept[key] = self._key(), self._prepare() if self._fit() else None
         return self.kept[key][1]
 
     def smalls(self) -> list[Tensor]:
         """The gradients, each laid out as its parameter."""
         return [g.small.contiguous(memory_format=memory_format(p)) for p, g in self.work]
 
-    def _looks(self) -> list[Any]:
+    def _key(self) -> list[Any]:
         """All that the kernel's table says, and whether there can be one."""
         smalls = [g.small for g in self.grads]
         fulls = [*self.params, *(s[name] for s in self.state for name in self.names), *self.steps]
         return [
-            *looks(fulls), *forms(smalls),
-            *((self._place(g.rows), self._place(g.cols), g.gain) for g in self.grads),
-            *(t if t is None else t.data_ptr() for g in self.grads for t in (g.row_scale, g.col_scale)),
+            *address_key(fulls), *layout_key(smalls),
+            *((self._place(g.at.rows), self._place(g.at.cols), g.at.gain) for g in self.grads),
+            *(t if t is None else t.data_ptr() for g in self.grads for t in g.at[3:]),
         ]  # fmt: skip
 
     def _place(self, place: Place | None) -> Any:
@@ -282,29 +258,30 @@ class _Slices:
         return self.places[id(place)][1]
 
     def _fit(self) -> bool:
-        from ..ops import multi_tensor as many
+        from ..ops.multi_tensor import supports
 
         return (
             all(
                 p.dtype != torch.float64
                 and p.device == self.device
-                and many.supports(p)
-                and all(s[n].device == self.device and many.supports(s[n]) for n in self.names)
+                and supports(p)
+                and all(s[n].device == self.device and supports(s[n]) for n in self.names)
                 for p, s in zip(self.params, self.state, strict=True)
             )
             and len({s.device for s in self.steps}) < 2
             and all(s.is_cpu or (s.device == self.device and s.dtype == torch.float32) for s in self.steps)
         )
 
-    def _prepare(self) -> many.Updates:
-        from ..ops import multi_tensor as many
+    def _prepare(self) -> UpdatePlan:
+        from ..ops.multi_tensor import Piece
+        from .kernels import UpdatePlan
 
         pieces = []
         for p, g, small, s in zip(self.params, self.grads, self.smalls(), self.state, strict=True):
-            rows, cols = (None if q is None else (self.places[id(q)][0], list(q.geometry)) for q in (g.rows, g.cols))
+            rows, cols = (None if q is None else (self.places[id(q)][0], q.geometry) for q in g.at[:2])
             state = tuple(s[name] for name in self.names)
-            pieces.append(many.Piece(p, small, rows, cols, g.gain, g.row_scale, g.col_scale, state, s.get("step")))
-        return many.Updates(pieces)
+            pieces.append(Piece(p, small, rows, cols, *g.at[2:], state, s.get("step")))
+        return UpdatePlan(pieces)
 
 
 def _on_gpu(tensors: Iterable[Tensor]) -> bool:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import take
-from ..slices import Axis
+from ..slices import Axis, Take
 from .base import Sliced, _attach, _autocast_dtype, _check_size, adopt
 
 
@@ -112,10 +112,10 @@ class MultiheadAttention(Sliced, nn.MultiheadAttention):
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         axes = [self._live(role) for role in ("qk", "qk", "v")]
         parts = [
-            (take(w, a, dtype=dtype), None if b is None else take(b, a, dtype=dtype))
+            (take(w, Take(a), dtype), None if b is None else take(b, Take(a), dtype))
             for w, b, a in zip(weights, biases, axes, strict=True)
         ]
-        return *parts, take(self.out_proj.weight, None, axes[2], scale_cols=True, dtype=dtype)
+        return *parts, take(self.out_proj.weight, Take(None, axes[2], scale_cols=True), dtype)
 
     def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
         """Both masks as one additive mask that broadcasts over ``[batch, heads, queries, keys]``."""
@@ -126,7 +126,7 @@ class MultiheadAttention(Sliced, nn.MultiheadAttention):
                 attn_mask = attn_mask.unflatten(0, (-1, self.num_heads))
                 heads = self.axes.get("heads")
                 if heads is not None:
-                    attn_mask = take(attn_mask, None, heads.slice.axis())
+                    attn_mask = take(attn_mask, Take(None, heads.slice.axis()))
             masks.append(attn_mask)
         if padding is not None:
             masks.append(_additive(padding, q)[:, None, None, :])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import compact, drawing, stepping
 from ..compact import gradient_leaves
-from ..ops import StandIn
+from ..ops import GradientLeaf
 from ..slices import Axis, ConcatAxis, Slice, Take
 
 
@@ -28,7 +28,7 @@ class Sliced:
     axes: dict[str, Axis]
     """The slices by role: ``in`` and ``out``, or ``unit`` for a layer that treats each unit by itself."""
 
-    _stand_ins: dict[str, StandIn] = {}  # noqa: RUF012 (replaced, never changed)
+    _gradient_leaves: dict[str, GradientLeaf] = {}  # noqa: RUF012 (replaced, never changed)
     """What receives compact gradients in compiled graphs; see ``sliceout.compact.gradient_leaves``."""
 
     def bind(self, axes: dict[str, Axis]) -> None:
@@ -57,7 +57,7 @@ class Sliced:
         gradient_leaves.refresh(self)
 
     def train(self, mode: bool = True) -> Any:
-        if mode and self._stand_ins:
+        if mode and self._gradient_leaves:
             gradient_leaves.refresh(self)  # a parameter may have got hooks
         if self.training and not mode and "out" in self.axes and not self.axes["out"].slice.owner.drawn:
             stepping.check_drawn(self.axes["out"].slice.owner, self.weight, forward=False)  # type: ignore[attr-defined]
@@ -140,7 +140,7 @@ def watch(layer: Any) -> None:
         compact.observe()
 
 
-ITS_OWN = ("_stand_ins", "_statistics")
+ITS_OWN = ("_gradient_leaves", "_statistics")
 """What a layer makes for itself, and a copy of it anew."""
 
 

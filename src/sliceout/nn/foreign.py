@@ -62,7 +62,7 @@ class Borrowed(Sliced):
             return None
         shown: dict[str, Any] = {}
         for name, taken in self.takes().items():
-            shown[name] = take(self._found(name), taken.rows, taken.cols, stand_in=self._stand_ins.get(name))
+            shown[name] = take(self._found(name), taken, leaf=self._gradient_leaves.get(name))
         for name in _NUMBERS:
             value = self.__dict__.get(name)
             if value is not None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import by_views, take
+from ..ops import host_knows_start, take
 from ..slices import Axis, ConcatAxis, Take
 from .base import Sliced, _attach, _autocast_dtype, _check_size
 
@@ -23,30 +23,21 @@ class _Mixing(Sliced):
 
     def _small(self, out: Axis | None, into: Axis | None, like: Tensor) -> tuple[Tensor, Tensor | None]:
         """The kept part of weight and bias, normalisation included, in the dtype the product will run in."""
-        full_weight, full_bias = self._found("weight"), self._found("bias")
-        dtype = None if full_weight.dtype == torch.float64 else _autocast_dtype(like)  # autocast leaves float64 alone
-        rows, cols, scale_rows, scale_cols = self._taken(out, into)
-        weight = take(
-            full_weight, rows, cols, scale_rows=scale_rows, scale_cols=scale_cols, dtype=dtype,
-            stand_in=self._stand_ins.get("weight"),
-        )  # fmt: skip
-        if full_bias is None:
-            return weight, None
-        scale_out = scale_cols if self.transposed else scale_rows
-        return weight, take(full_bias, out, scale_rows=scale_out, dtype=dtype, stand_in=self._stand_ins.get("bias"))
-
-    def _taken(self, out: Axis | None, into: Axis | None) -> Take:
-        """How the weight is taken if these slices are live."""
-        scale_out = out is not None and out.slice.fold == "producer"
-        scale_in = into is not None and into.slice.fold == "consumer"
-        return Take(into, out, scale_in, scale_out) if self.transposed else Take(out, into, scale_out, scale_in)
+        weight, bias = self._found("weight"), self._found("bias")
+        dtype = None if weight.dtype == torch.float64 else _autocast_dtype(like)  # autocast leaves float64 alone
+        takes, leaves = self._takes(out, into), self._gradient_leaves
+        small = take(weight, takes["weight"], dtype, leaves.get("weight"))
+        return small, None if bias is None else take(bias, takes["bias"], dtype, leaves.get("bias"))
 
     def takes(self) -> dict[str, Take]:
-        return self._both(self.axes.get("out"), self.axes.get("in"))
+        return self._takes(self.axes.get("out"), self.axes.get("in"))
 
-    def _both(self, out: Axis | None, into: Axis | None) -> dict[str, Take]:
+    def _takes(self, out: Axis | None, into: Axis | None) -> dict[str, Take]:
+        """How weight and bias are taken if these slices are live."""
         scale_out = out is not None and out.slice.fold == "producer"
-        return {"weight": self._taken(out, into), "bias": Take(out, None, scale_out)}
+        scale_in = into is not None and into.slice.fold == "consumer"
+        weight = Take(into, out, scale_in, scale_out) if self.transposed else Take(out, into, scale_out, scale_in)
+        return {"weight": weight, "bias": Take(out, None, scale_out)}
 
 
 class Linear(_Mixing, nn.Linear):
@@ -73,7 +64,7 @@ class Linear(_Mixing, nn.Linear):
         out, into = self._started(), self._arrived("in", x.shape[-1])
         if out is None and into is None:
             return super().forward(x)
-        if by_views(x) and _autocast_dtype(x) is None:
+        if host_knows_start(x) and _autocast_dtype(x) is None:
             return _linear_by_views(x, self.weight, self.bias, out, into, self.transposed)
         return F.linear(x, *self._small(out, into, x))
 
@@ -103,7 +94,7 @@ class Conv1D(_Mixing, nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out, into = self._started(), self._arrived("in", x.shape[-1])
-        if by_views(x) and (out or into) and _autocast_dtype(x) is None:
+        if host_knows_start(x) and (out or into) and _autocast_dtype(x) is None:
             return _linear_by_views(x, self.weight, self.bias, out, into, self.transposed)
         weight, bias = self._small(out, into, x)
         y = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)  # type: ignore[arg-type]  # as in transformers
@@ -137,8 +128,9 @@ class _Conv(_Mixing):
             if into is None:
                 return None
             whole, groups = self.axes["out"], into.blocks * into.slice.width
-            weight = take(self.weight, whole, stand_in=self._stand_ins.get("weight"))
-            bias = None if self.bias is None else take(self.bias, whole, stand_in=self._stand_ins.get("bias"))
+            leaves = self._gradient_leaves
+            weight = take(self.weight, Take(whole), leaf=leaves.get("weight"))
+            bias = None if self.bias is None else take(self.bias, Take(whole), leaf=leaves.get("bias"))
             return weight, bias, groups
         out = self._started()
         if out is None and into is None:
@@ -153,7 +145,7 @@ class _Conv(_Mixing):
         out, into = self.axes.get("out"), self.axes.get("in")
         if self.groups > 1 and _whole_groups(self.axes, self.groups):
             return {"weight": Take(out), "bias": Take(out)}
-        return self._both(out, self._columns(into))
+        return self._takes(out, self._columns(into))
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self._parts(x)
@@ -230,14 +222,14 @@ def _linear_by_views(
     in_gain = _gain(into) if into is not None and into.slice.fold == "consumer" else 1.0
     scale_out, scale_in = out_gain is None, in_gain is None
     if transposed:
-        small = take(weight, into, out, scale_rows=scale_in, scale_cols=scale_out)
+        small = take(weight, Take(into, out, scale_in, scale_out))
     else:
-        small = take(weight, out, into, scale_rows=scale_out, scale_cols=scale_in).t()
+        small = take(weight, Take(out, into, scale_out, scale_in)).t()
     beta = out_gain or 1.0
     alpha = beta * (in_gain or 1.0)
     flat = x.reshape(-1, x.shape[-1])
     if bias is None:
         y = torch.addmm(flat.new_zeros(()), flat, small, beta=0, alpha=alpha)
     else:
-        y = torch.addmm(take(bias, out, scale_rows=scale_out), flat, small, beta=beta, alpha=alpha)
+        y = torch.addmm(take(bias, Take(out, None, scale_out)), flat, small, beta=beta, alpha=alpha)
     return y.view(*x.shape[:-1], y.shape[-1])

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import in_place, one_launch, store_, take, take_pair, views
-from ..slices import Axis, Take
+from ..ops import in_place, store_, take, views
+from ..slices import Axis, ConcatAxis, Take
 from .base import Sliced, _attach, _check_last, _check_size
 
 
@@ -22,12 +22,11 @@ class _Unitwise(Sliced):
     def _small(self, name: str, axis: Axis) -> Any:
         """The kept entries of a parameter, if there is one."""
         p = self._found(name)
-        return None if p is None else take(p, axis, stand_in=self._stand_ins.get(name))
+        return None if p is None else take(p, Take(axis), leaf=self._gradient_leaves.get(name))
 
-    def _pair(self, axis: Axis) -> tuple[Tensor | None, Tensor | None]:
+    def _pair(self, axis: Axis) -> tuple[Any, Any]:
         """Those of weight and bias."""
-        stand_ins = self._stand_ins.get("weight"), self._stand_ins.get("bias")
-        return take_pair(self._found("weight"), self._found("bias"), axis, stand_ins)
+        return self._small("weight", axis), self._small("bias", axis)
 
 
 class _BatchNorm(_Unitwise):
@@ -56,7 +55,7 @@ class _BatchNorm(_Unitwise):
                 "call sliceout.off_(model) before you re-estimate batch-norm statistics"
             )
         weight, bias = self._pair(axis)
-        if self.training and mean is not None and var is not None and one_launch(axis):
+        if self.training and mean is not None and var is not None and _is_compiled(axis):
             # What is 0 and has momentum 1 becomes the statistics of the batch, so none are taken. Inductor would write
             # means and variances in a kernel each, as they share too little to be fused, and the count in a third.
             batch = mean.new_zeros(axis.width), var.new_zeros(axis.width)
@@ -73,7 +72,7 @@ class _BatchNorm(_Unitwise):
                 kept = self._statistics = views.InPlace((mean, var))
             both: Any = kept.at(axis.slice.start_on_host, axis.geometry)
         else:
-            both = take_pair(mean, var, axis)
+            both = [None if t is None else take(t, Take(axis)) for t in (mean, var)]
         training = self.training or mean is None
         mean_of, var_of = both
         y = F.batch_norm(x, mean_of, var_of, weight, bias, training, momentum or 0.0, self.eps)  # type: ignore[attr-defined]
@@ -82,6 +81,11 @@ class _BatchNorm(_Unitwise):
         elif self.training and mean is not None and var is not None:
             store_((mean, var), both, axis)
         return y
+
+
+def _is_compiled(axis: Any) -> bool:
+    """Whether a graph is being compiled, and one slice says which entries of the statistics are kept."""
+    return torch.compiler.is_compiling() and not isinstance(axis, ConcatAxis)
 
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):

@@ -1,18 +1,17 @@
-"""``sliceout::take`` and friends: the registered ops that compiled and captured steps call, or inline (``inlined``).
+"""``sliceout::take`` and friends: the registered ops that compiled and captured steps call, or inline (``inductor``).
 
 ==========================  ===========================================================================
 ``take(full) -> small``     the kept rows and columns, scaled, in the wanted dtype
-``put(small) -> full``      its adjoint: zeros where nothing is kept (without the zero-fill pass)
+``put(small) -> full``      its adjoint: zeros where nothing is kept
 ``store_(full!, small)``    writes the kept entries of a vector in place (batch-norm statistics)
-``take_pair``, ``put_pair`` take and put of two vectors along one slice (weight and bias of a norm)
-``take_for``                take whose gradient goes as it is to another tensor (``sliceout.stand_ins``)
-``take_pair_for``           the same for two vectors
 ``update_statistics_``      all that a training batch norm writes: means, variances, the count of batches
 ==========================  ===========================================================================
 
-A vector is taken in less time than its kernel takes to start, so what belongs together is done in one launch.
+``take`` may be given a ``leaf``, a tensor of the shape of the slice: the gradient then goes to it, as it is, and not to
+the parameter (``sliceout.compact.gradient_leaves``).
 
-Starts are tensors: no op ever looks at their value on the host, except the CPU kernels, where that costs nothing.
+Starts are tensors: no op ever looks at their value on the host, except the CPU kernels, where that costs nothing. On a
+GPU each op is the definition (``reference``): code that runs often has other ways (``prefetch``, ``inductor``).
 """
 
 from __future__ import annotations
@@ -23,150 +22,77 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import inlined, reference, views
+from . import inductor, reference, views
+from .placement import Place, Placement, TensorSpec, empty_small, format_of, is_channels_last, memory_format
 
 _library = torch.library.Library("sliceout", "DEF")
 _SLICE = "Tensor? row_start, Tensor? col_start, int[] rows, int[] cols, Tensor? row_scale, Tensor? col_scale"
-_library.define(f"take(Tensor full, {_SLICE}, ScalarType? dtype) -> Tensor")
-_library.define(f"take_for(Tensor stand_in, Tensor full, {_SLICE}, ScalarType? dtype) -> Tensor")
+_library.define(f"take(Tensor full, {_SLICE}, ScalarType? dtype, Tensor? leaf=None) -> Tensor")
 _library.define(f"put(Tensor small, {_SLICE}, SymInt[] shape, bool channels_last, ScalarType dtype) -> Tensor")
 _library.define("store_(Tensor(a!) full, Tensor small, Tensor start, int[] rows) -> ()")
-for _name in ("take_pair", "put_pair"):
-    _library.define(f"{_name}(Tensor first, Tensor second, Tensor start, int[] rows) -> (Tensor, Tensor)")
-_library.define(
-    "take_pair_for(Tensor first_leaf, Tensor second_leaf, Tensor first, Tensor second, Tensor start, int[] rows) "
-    "-> (Tensor, Tensor)"
-)
 _library.define(
     "update_statistics_(Tensor(a!) mean, Tensor(b!) var, Tensor(c!)? batches, Tensor batch_mean, Tensor batch_var, "
     "Tensor start, int[] rows, float momentum) -> ()"
 )
 
 
-def _cut(start: Tensor | None, geometry: list[int]) -> views.Cut:
-    return views.WHOLE if start is None else (int(start), geometry)
+def put(small: Tensor, spec: TensorSpec, at: Placement) -> Tensor:
+    """The full tensor of which ``small`` are the kept entries, normalised as they were taken."""
+    if at.gain != 1 or not at.uniform or small.dtype != spec.dtype:
+        small = at.scaled(small).to(spec.dtype)
+    starts = (None if p is None else p.start_on(small.device) for p in at[:2])
+    return torch.ops.sliceout.put(small, *starts, *at.geometries, None, None, *spec)  # type: ignore[no-any-return]
 
 
-def _take_cpu(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype):  # type: ignore[no-untyped-def]
+# -- what they compute -------------------------------------------------------------------------------------------------
+
+
+def _placement(row_start, col_start, rows, cols, row_scale, col_scale):  # type: ignore[no-untyped-def]
+    """On the CPU the start can be looked at; ``None`` for a subset, which has none."""
     if reference.is_table(row_start) or reference.is_table(col_start):
+        return None
+    row, col = (None if s is None else Place(int(s), g) for s, g in ((row_start, rows), (col_start, cols)))
+    return Placement(row, col, 1.0, row_scale, col_scale)
+
+
+def _take(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype, leaf=None):  # type: ignore[no-untyped-def]
+    at = _placement(row_start, col_start, rows, cols, row_scale, col_scale) if full.is_cpu else None
+    if at is None:
         small = reference.take(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype)
-        return small.contiguous(memory_format=views.memory_format(full))
-    cuts = _cut(row_start, rows), _cut(col_start, cols)
-    small = views.take_copy(full, *cuts)  # an op must not return its input's memory
-    return _scaled(small, row_start, col_start, rows, cols, row_scale, col_scale).to(dtype or full.dtype)
+        return small.contiguous(memory_format=memory_format(full))
+    small = views.take_copy(full, at)  # an op must not return its input's memory
+    return (small if at.uniform else at.scaled(small)).to(dtype or full.dtype)
 
 
-def _put_cpu(small, row_start, col_start, rows, cols, row_scale, col_scale, shape, channels_last, dtype):  # type: ignore[no-untyped-def]
-    if reference.is_table(row_start) or reference.is_table(col_start):
+def _put(small, row_start, col_start, rows, cols, row_scale, col_scale, shape, channels_last, dtype):  # type: ignore[no-untyped-def]
+    at = _placement(row_start, col_start, rows, cols, row_scale, col_scale) if small.is_cpu else None
+    if at is None:
         full = reference.put(small, row_start, col_start, rows, cols, row_scale, col_scale, dtype)
-        return full.contiguous(memory_format=views.format_of(len(shape), channels_last))
-    full = _empty_full(small, shape, channels_last, dtype).zero_()
-    small = small.to(torch.promote_types(small.dtype, dtype))
-    small = _scaled(small, row_start, col_start, rows, cols, row_scale, col_scale)
-    return views.put_(full, small, _cut(row_start, rows), _cut(col_start, cols))
+        return full.contiguous(memory_format=format_of(len(shape), channels_last))
+    return views.Put.forward(small, TensorSpec(tuple(shape), channels_last, dtype), at)
 
 
-def _store_cpu(full: Tensor, small: Tensor, start: Tensor, rows: list[int]) -> None:
-    if reference.is_table(start):
-        full.copy_(reference.store(full, small, start, rows))
-    else:
-        views.put_(full, small, _cut(start, rows))
+def _store(full: Tensor, small: Tensor, start: Tensor, rows: list[int]) -> None:
+    full.copy_(reference.store(full, small, start, rows))
 
 
-def _take_pair_cpu(first: Tensor, second: Tensor, start: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
-    one, other = (_take_cpu(full, start, None, rows, [], None, None, None) for full in (first, second))
-    return one, other
-
-
-def _put_pair_cpu(first: Tensor, second: Tensor, start: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
-    shape = full_shape(rows)
-    one, other = (
-        _put_cpu(small, start, None, rows, [], None, None, shape, False, small.dtype) for small in (first, second)
-    )
-    return one, other
-
-
-def _update_statistics_cpu(mean, var, batches, batch_mean, batch_var, start, rows, momentum):  # type: ignore[no-untyped-def]
+def _update_statistics(mean, var, batches, batch_mean, batch_var, start, rows, momentum):  # type: ignore[no-untyped-def]
     for full, batch in ((mean, batch_mean), (var, batch_var)):
         wide = torch.promote_types(full.dtype, torch.float32)
-        old = _take_cpu(full, start, None, rows, [], None, None, wide)
-        _store_cpu(full, old * (1 - momentum) + batch.to(wide) * momentum, start, rows)
+        old = reference.take(full, start, None, rows, [], None, None, wide)
+        _store(full, old * (1 - momentum) + batch.to(wide) * momentum, start, rows)
     if batches is not None:
         batches.add_(1)
 
 
-def full_shape(rows: list[int]) -> list[int]:
-    size, _, blocks, inner = rows
-    return [size * blocks * inner]
+for _name, _kernel in (
+    ("take", _take), ("put", _put), ("store_", _store), ("update_statistics_", _update_statistics)
+):  # fmt: skip
+    for _device in ("CPU", "CUDA"):
+        _library.impl(_name, _kernel, _device)
 
 
-def _scaled(small, row_start, col_start, rows, cols, row_scale, col_scale):  # type: ignore[no-untyped-def]
-    for dim, start, geometry, scale in ((0, row_start, rows, row_scale), (1, col_start, cols, col_scale)):
-        if scale is not None:
-            small = reference.scaled(small, scale[reference.sources(start, geometry)[1]], dim)
-    return small
-
-
-def _empty_full(small: Tensor, shape: list[int], channels_last: bool, dtype: torch.dtype) -> Tensor:
-    """Memory for a gradient, dense whatever the strides of the parameter."""
-    return torch.empty(
-        shape, dtype=dtype, device=small.device, memory_format=views.format_of(len(shape), channels_last)
-    )
-
-
-def _take_cuda(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype):  # type: ignore[no-untyped-def]
-    from . import kernels
-
-    return kernels.take(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype)
-
-
-def _put_cuda(small, row_start, col_start, rows, cols, row_scale, col_scale, shape, channels_last, dtype):  # type: ignore[no-untyped-def]
-    from . import kernels
-
-    full = _empty_full(small, shape, channels_last, dtype)
-    return kernels.put(small, full, row_start, col_start, rows, cols, row_scale, col_scale)
-
-
-def _store_cuda(full: Tensor, small: Tensor, start: Tensor, rows: list[int]) -> None:
-    from . import kernels
-
-    kernels.store_(full, small, start, rows)
-
-
-def _take_pair_cuda(first: Tensor, second: Tensor, start: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
-    from . import kernels
-
-    return kernels.copy_pair((first, second), _take_pair_fake(first, second, start, rows), start, rows, put=False)
-
-
-def _put_pair_cuda(first: Tensor, second: Tensor, start: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
-    from . import kernels
-
-    return kernels.copy_pair((first, second), _put_pair_fake(first, second, start, rows), start, rows, put=True)
-
-
-def _update_statistics_cuda(mean, var, batches, batch_mean, batch_var, start, rows, momentum):  # type: ignore[no-untyped-def]
-    from . import kernels
-
-    kernels.update_statistics_(mean, var, batches, batch_mean, batch_var, start, rows, momentum)
-
-
-_library.impl("take", _take_cpu, "CPU")
-_library.impl("take", _take_cuda, "CUDA")
-_library.impl("take_for", lambda _, *args: _take_cpu(*args), "CPU")
-_library.impl("take_for", lambda _, *args: _take_cuda(*args), "CUDA")
-_library.impl("put", _put_cpu, "CPU")
-_library.impl("put", _put_cuda, "CUDA")
-_library.impl("store_", _store_cpu, "CPU")
-_library.impl("store_", _store_cuda, "CUDA")
-_library.impl("take_pair", _take_pair_cpu, "CPU")
-_library.impl("take_pair", _take_pair_cuda, "CUDA")
-_library.impl("take_pair_for", lambda _, __, *args: _take_pair_cpu(*args), "CPU")
-_library.impl("take_pair_for", lambda _, __, *args: _take_pair_cuda(*args), "CUDA")
-_library.impl("put_pair", _put_pair_cpu, "CPU")
-_library.impl("put_pair", _put_pair_cuda, "CUDA")
-_library.impl("update_statistics_", _update_statistics_cpu, "CPU")
-_library.impl("update_statistics_", _update_statistics_cuda, "CUDA")
+# -- what tracers are told ---------------------------------------------------------------------------------------------
 
 
 def _fake(name: str) -> Callable[[Any], Any]:
@@ -174,7 +100,7 @@ def _fake(name: str) -> Callable[[Any], Any]:
 
     def register(fake: Any) -> Any:
         def traced(*args: Any, **kwargs: Any) -> Any:
-            inlined.tell_inductor()
+            inductor.register_lowerings()
             return fake(*args, **kwargs)
 
         torch.library.register_fake(f"sliceout::{name}", traced, lib=_library)
@@ -184,18 +110,13 @@ def _fake(name: str) -> Callable[[Any], Any]:
 
 
 @_fake("take")
-def _take_fake(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype):  # type: ignore[no-untyped-def]
-    return views.empty_small(full, rows, cols, dtype)
-
-
-@_fake("take_for")
-def _take_for_fake(stand_in, full, row_start, col_start, rows, cols, row_scale, col_scale, dtype):  # type: ignore[no-untyped-def]
-    return views.empty_small(full, rows, cols, dtype)
+def _take_fake(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype, leaf=None):  # type: ignore[no-untyped-def]
+    return empty_small(full, rows, cols, dtype)
 
 
 @_fake("put")
 def _put_fake(small, row_start, col_start, rows, cols, row_scale, col_scale, shape, channels_last, dtype):  # type: ignore[no-untyped-def]
-    return _empty_full(small, shape, channels_last, dtype)
+    return TensorSpec(shape, channels_last, dtype).empty(small.device)
 
 
 @_fake("store_")
@@ -203,60 +124,34 @@ def _store_fake(full: Tensor, small: Tensor, start: Tensor, rows: list[int]) -> 
     return None
 
 
-@_fake("take_pair")
-def _take_pair_fake(first: Tensor, second: Tensor, start: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
-    return views.empty_small(first, rows, []), views.empty_small(second, rows, [])
-
-
-@_fake("take_pair_for")
-def _take_pair_for_fake(first_stand_in, second_stand_in, first, second, start, rows):  # type: ignore[no-untyped-def]
-    return _take_pair_fake(first, second, start, rows)
-
-
-@_fake("put_pair")
-def _put_pair_fake(first: Tensor, second: Tensor, start: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
-    shape = full_shape(rows)
-    return _empty_full(first, shape, False, first.dtype), _empty_full(second, shape, False, second.dtype)
-
-
 @_fake("update_statistics_")
 def _update_statistics_fake(mean, var, batches, batch_mean, batch_var, start, rows, momentum):  # type: ignore[no-untyped-def]
     return None
 
 
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
 def _take_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    full, row_start, col_start, ctx.rows, ctx.cols, row_scale, col_scale, _ = inputs
-    ctx.shape, ctx.channels_last, ctx.dtype = full.shape, views.is_channels_last(full), full.dtype
+    full, row_start, col_start, ctx.rows, ctx.cols, row_scale, col_scale, _, leaf = inputs
+    ctx.shape, ctx.channels_last, ctx.dtype = full.shape, is_channels_last(full), full.dtype
+    ctx.leaf = None if leaf is None else leaf.dtype
     # Saved, not kept: a draw between forward and backward then raises instead of misplacing the gradient.
     ctx.save_for_backward(row_start, col_start, row_scale, col_scale)
 
 
 def _take_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     row_start, col_start, row_scale, col_scale = ctx.saved_tensors
+    if ctx.leaf is not None:  # as it is: whoever receives it knows the scales
+        grad = grad.to(ctx.leaf)
+        for start in (row_start, col_start):
+            if start is not None:  # it is looked at, so that a draw in between raises here as well
+                grad = torch.where(start[0] >= 0, grad, torch.nan)
+        return *[None] * 8, grad
     full = torch.ops.sliceout.put(
         grad, row_start, col_start, ctx.rows, ctx.cols, row_scale, col_scale, ctx.shape, ctx.channels_last, ctx.dtype
     )
-    return full, None, None, None, None, None, None, None
-
-
-def _take_for_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    stand_in, _, row_start, col_start, *_ = inputs
-    ctx.dtype = stand_in.dtype
-    ctx.save_for_backward(row_start, col_start)
-
-
-def _take_for_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _handed_on(grad, ctx.dtype, *ctx.saved_tensors), *[None] * 8
-
-
-def _handed_on(grad: Tensor, dtype: torch.dtype, *starts: Tensor | None) -> Tensor:
-    """As it is: whoever receives it knows the scales. A draw between forward and backward raises, as the starts are
-    looked at."""
-    grad = grad.to(dtype)
-    for start in starts:
-        if start is not None:
-            grad = torch.where(start[0] >= 0, grad, torch.nan)
-    return grad
+    return full, *[None] * 8
 
 
 def _put_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -268,54 +163,8 @@ def _put_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _put_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     row_start, col_start, row_scale, col_scale = ctx.saved_tensors
     small = torch.ops.sliceout.take(grad, row_start, col_start, ctx.rows, ctx.cols, row_scale, col_scale, ctx.dtype)
-    return small, None, None, None, None, None, None, None, None, None
+    return small, *[None] * 9
 
 
 torch.library.register_autograd("sliceout::take", _take_backward, setup_context=_take_context, lib=_library)
-torch.library.register_autograd("sliceout::take_for", _take_for_backward, setup_context=_take_for_context, lib=_library)
 torch.library.register_autograd("sliceout::put", _put_backward, setup_context=_put_context, lib=_library)
-
-
-def _pair_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, _, start, ctx.rows = inputs
-    ctx.save_for_backward(start)
-    ctx.set_materialize_grads(False)
-
-
-def _pair_backward(ctx: Any, adjoint: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    (start,) = ctx.saved_tensors
-    wanted = [g if needed else None for g, needed in zip(grads, ctx.needs_input_grad, strict=False)]
-    given = [g for g in wanted if g is not None]
-    if not given:
-        return None, None, None, None
-    both = adjoint(given[0], given[-1], start, ctx.rows)  # where one is frozen, the other stands in for it
-    return *(full if g is not None else None for g, full in zip(wanted, both, strict=True)), None, None
-
-
-def _take_pair_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    return _pair_backward(ctx, torch.ops.sliceout.put_pair, grads)
-
-
-def _put_pair_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    return _pair_backward(ctx, torch.ops.sliceout.take_pair, grads)
-
-
-for _name, _backward in (("take_pair", _take_pair_backward), ("put_pair", _put_pair_backward)):
-    torch.library.register_autograd(f"sliceout::{_name}", _backward, setup_context=_pair_context, lib=_library)
-
-
-def _take_pair_for_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    first_stand_in, second_stand_in, _, _, start, _ = inputs
-    ctx.dtypes = first_stand_in.dtype, second_stand_in.dtype
-    ctx.save_for_backward(start)
-    ctx.set_materialize_grads(False)
-
-
-def _take_pair_for_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    both = zip(grads, ctx.dtypes, strict=True)
-    return *(None if g is None else _handed_on(g, dtype, *ctx.saved_tensors) for g, dtype in both), *[None] * 4
-
-
-torch.library.register_autograd(
-    "sliceout::take_pair_for", _take_pair_for_backward, setup_context=_take_pair_for_context, lib=_library
-)

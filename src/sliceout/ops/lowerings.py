@@ -1,7 +1,8 @@
 """take and put as Inductor's own code: the index arithmetic of ``reference``, entry by entry.
 
 An entry is computed where it is needed, so that Inductor fuses it with what is around it: the weight of a norm is taken
-inside the kernel that normalises. Imported by ``inlined`` once Inductor is.
+inside the kernel that normalises. Places along a dimension are numbers of 32 bits, as dimensions are shorter than that.
+Imported by ``inductor`` once Inductor is.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from torch._inductor.lowering import mutate_to
 from torch._inductor.virtualized import ops
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
-from . import views
-from .library import full_shape
+from .placement import small_shape
+
+INDEX = torch.int32
 
 
 def _split(i: Any, length: int, inner: int) -> tuple[Any, Any, Any]:
@@ -29,11 +31,11 @@ def _source(i: Any, start: Any, geometry: Sequence[int]) -> tuple[Any, Any]:
     size, width, blocks, inner = geometry
     block, unit, rest = _split(i, width, inner)
     if _is_table(start):
-        at = start.make_loader()([unit])
+        at = _load(start, unit)
     else:
-        at = ops.add(start.make_loader()([0]), ops.index_expr(unit, torch.int64))
-        at = ops.where(ops.ge(at, _whole(size)), ops.sub(at, _whole(size)), at)
-    place = ops.add(ops.index_expr(block * (size * inner) + rest, torch.int64), ops.mul(at, _whole(inner)))
+        at = ops.add(_load(start, 0), ops.index_expr(unit, INDEX))
+        at = ops.where(ops.ge(at, _number(size)), ops.sub(at, _number(size)), at)
+    place = ops.add(ops.index_expr(block * (size * inner) + rest, INDEX), ops.mul(at, _number(inner)))
     return _index(place, blocks * size * inner), at
 
 
@@ -42,20 +44,25 @@ def _target(i: Any, start: Any, geometry: Sequence[int]) -> tuple[Any, Any, Any]
     size, width, blocks, inner = geometry
     block, unit, rest = _split(i, size, inner)
     if _is_table(start):
-        offset = start.make_loader()([size + unit])
+        offset = _load(start, size + unit)
     else:
-        offset = ops.sub(ops.index_expr(unit, torch.int64), start.make_loader()([0]))
-        offset = ops.where(ops.lt(offset, _whole(0)), ops.add(offset, _whole(size)), offset)
-    place = ops.add(ops.index_expr(block * (width * inner) + rest, torch.int64), ops.mul(offset, _whole(inner)))
-    return _index(place, blocks * width * inner), ops.lt(offset, _whole(width)), ops.index_expr(unit, torch.int64)
+        offset = ops.sub(ops.index_expr(unit, INDEX), _load(start, 0))
+        offset = ops.where(ops.lt(offset, _number(0)), ops.add(offset, _number(size)), offset)
+    place = ops.add(ops.index_expr(block * (width * inner) + rest, INDEX), ops.mul(offset, _number(inner)))
+    return _index(place, blocks * width * inner), ops.lt(offset, _number(width)), ops.index_expr(unit, INDEX)
+
+
+def _load(start: Any, at: Any) -> Any:
+    """An entry of a start or a subset's table."""
+    return ops.to_dtype(start.make_loader()([at]), INDEX)
 
 
 def _is_table(start: Any) -> bool:
     return start.get_size()[0] != 1  # type: ignore[no-any-return]
 
 
-def _whole(number: int) -> Any:
-    return ops.constant(number, torch.int64)
+def _number(number: int) -> Any:
+    return ops.constant(number, INDEX)
 
 
 def _index(value: Any, length: int) -> Any:
@@ -75,11 +82,11 @@ def _scaled(value: Any, sides: list[tuple[int, Any, Any, Any]], units: list[Any]
     return value
 
 
-def _made(like: Any, shape: Sequence[Any], dtype: torch.dtype, entry: Callable[[Any], Any]) -> Any:
+def _pointwise(like: Any, shape: Sequence[Any], dtype: torch.dtype, entry: Callable[[Any], Any]) -> Any:
     return Pointwise.create(device=like.get_device(), dtype=dtype, inner_fn=entry, ranges=list(shape))
 
 
-def _take(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype):  # type: ignore[no-untyped-def]
+def _take(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype, leaf=None):  # type: ignore[no-untyped-def]
     sides = _sides((row_start, rows, row_scale), (col_start, cols, col_scale))
     wide = torch.promote_types(full.get_dtype(), torch.float32)
     load, dtype = full.make_loader(), dtype or full.get_dtype()
@@ -91,7 +98,7 @@ def _take(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype): 
             units.append(unit)
         return ops.to_dtype(_scaled(load(at), sides, units, wide), dtype)
 
-    return _made(full, views.small_shape(full.get_size(), rows, cols), dtype, entry)
+    return _pointwise(full, small_shape(full.get_size(), rows, cols), dtype, entry)
 
 
 def _put(small, row_start, col_start, rows, cols, row_scale, col_scale, shape, channels_last, dtype):  # type: ignore[no-untyped-def]
@@ -108,18 +115,7 @@ def _put(small, row_start, col_start, rows, cols, row_scale, col_scale, shape, c
         there = ops.masked(kept, lambda: _scaled(ops.to_dtype(load(at), wide), sides, units, wide), 0.0)
         return ops.to_dtype(there, dtype)
 
-    return _made(small, shape, dtype, entry)
-
-
-def _take_pair(first, second, start, rows):  # type: ignore[no-untyped-def]
-    return tuple(_take(full, start, None, rows, [], None, None, None) for full in (first, second))
-
-
-def _put_pair(first, second, start, rows):  # type: ignore[no-untyped-def]
-    return tuple(
-        _put(small, start, None, rows, [], None, None, full_shape(rows), False, small.get_dtype())
-        for small in (first, second)
-    )
+    return _pointwise(small, shape, dtype, entry)
 
 
 def _update_statistics(mean, var, batches, batch_mean, batch_var, start, rows, momentum):  # type: ignore[no-untyped-def]
@@ -138,23 +134,15 @@ def _update_statistics(mean, var, batches, batch_mean, batch_var, start, rows, m
             )
             return ops.where(kept, ops.to_dtype(mixed, dtype), old)
 
-        return _made(full, full.get_size(), dtype, entry)
+        return _pointwise(full, full.get_size(), dtype, entry)
 
     for full, batch in ((mean, batch_mean), (var, batch_var)):
         mutate_to(full, moved(full, batch))
     if batches is not None:
         count, dtype = batches.make_loader(), batches.get_dtype()
-        more = _made(batches, batches.get_size(), dtype, lambda i: ops.add(count(i), ops.constant(1, dtype)))
+        more = _pointwise(batches, batches.get_size(), dtype, lambda i: ops.add(count(i), ops.constant(1, dtype)))
         mutate_to(batches, more)
 
 
-INLINE: dict[str, Callable[..., Any]] = {
-    "take": _take,
-    "take_for": lambda stand_in, *args: _take(*args),
-    "put": _put,
-    "take_pair": _take_pair,
-    "take_pair_for": lambda first, second, *args: _take_pair(*args),
-    "put_pair": _put_pair,
-    "update_statistics_": _update_statistics,
-}
+INLINE: dict[str, Callable[..., Any]] = {"take": _take, "put": _put, "update_statistics_": _update_statistics}
 """By the name of the operation, with the arguments that it takes."""

@@ -1,8 +1,7 @@
-"""Many parameters in one launch: take, put and the slice-only optimizer updates as multi-tensor Triton kernels.
+"""Many parameters in one launch: the tables that the kernels over many tensors read (``kernels``).
 
 A :class:`Piece` is a full tensor, its slice, and the small tensor that goes with it. Each becomes one row of a table in
-device memory; a program looks up the piece that its tile belongs to. As in ``kernels``, starts are read from device
-memory, so that one captured graph serves every draw, and entries are moved side by side where all runs allow it.
+device memory. What stays the same from step to step is made once: :class:`TakePlan` and :class:`PutPlan`.
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import tables
-from .kernels import SIDE, Matrix, _source, _target
-from .views import format_of, is_channels_last, memory_format
+from . import kernels, tables
+from .placement import format_of, is_channels_last, memory_format
 
 BLOCK = 2048
 FIELDS = 22
 """Of a row of the table: 0 full, 1 small, 2-4 state, 5 step; 6 rows and 7 columns of the tensor that is walked,
-8 columns of the other one, 9 whether its runs are groups of SIDE; start, size, width, inner of 10-13 rows and
+8 columns of the other one, 9 whether its runs are groups of VECTOR; start, size, width, inner of 10-13 rows and
 14-17 columns, in entries; 18 row scale, 19 column scale, 20 gain; 21 the first tile."""
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float64: tl.float64}
 
@@ -75,8 +73,8 @@ _layouts: dict[Any, list[int]] = {}
 
 
 def _layout(piece: Piece, walk_full: bool) -> list[int]:
-    geometries = ([] if side is None else side[1] for side in (piece.rows, piece.cols))
-    shape = Matrix(piece.full, piece.small, *geometries, walk_full=walk_full)
+    row_geometry, col_geometry = ([] if side is None else side[1] for side in (piece.rows, piece.cols))
+    shape = _Matrix(piece.full, piece.small, row_geometry, col_geometry, walk_full)
     sides, scales = (piece.rows, piece.cols), (piece.row_scale, piece.col_scale)
     if shape.turned:
         sides, scales = sides[::-1], scales[::-1]
@@ -98,7 +96,7 @@ def supports(*tensors: Tensor) -> bool:
     )
 
 
-class Settled:
+class TakePlan:
     """Pieces that stay where they are: their tables are made once, and :func:`take` only launches."""
 
     def __init__(self, pieces: list[Piece]) -> None:
@@ -109,47 +107,23 @@ class Settled:
         return self.count
 
 
-class Gradients:
+class PutPlan:
     """Pieces to be put whose tensors are new every time, but always of the same kind: only addresses are sent."""
 
     def __init__(self, pieces: list[Piece]) -> None:
-        self.groups = _groups(pieces, walk_full=True, dtypes=_both)
+        self.groups = group_pieces(pieces, walk_full=True, dtypes=take_dtypes)
 
     def put(self, fulls: Sequence[Tensor], smalls: Sequence[Tensor]) -> None:
         """:func:`put`, in their order; nothing is checked."""
         full_at, small_at = (list(map(Tensor.data_ptr, tensors)) for tensors in (fulls, smalls))
         for group in self.groups:
-            group.launch([full_at[i] for i in group.members], [small_at[i] for i in group.members]).run(_put_kernel)
-
-
-class Updates:
-    """Pieces whose slices an optimizer updates, step by step: gradients are new, and counts that live on the host.
-
-    It holds addresses and no tensors: whoever keeps it must know that they are still true.
-    """
-
-    def __init__(self, pieces: list[Piece]) -> None:
-        self.count = len(pieces)
-        self.counted = pieces[0].step is not None and not pieces[0].step.is_cuda  # on the host
-        self.groups = [(g, g.addresses(pieces)) for g in _groups(pieces, walk_full=False, dtypes=_kinds)]
-
-    def __len__(self) -> int:
-        return self.count
-
-    def renew(self, smalls: Sequence[Tensor], steps: Sequence[Tensor]) -> None:
-        """Take these gradients and counts, in the order of the pieces."""
-        small_at = list(map(Tensor.data_ptr, smalls))
-        for group, columns in self.groups:
-            columns[1] = [small_at[i] for i in group.members]
-            if self.counted:
-                columns[5] = [int(steps[i]) for i in group.members]
-
-    def launches(self) -> list[_Launch]:
-        return [group.launch(*columns) for group, columns in self.groups]
+            group.launch([full_at[i] for i in group.members], [small_at[i] for i in group.members]).run(
+                kernels.put_kernel
+            )
 
 
 @dataclass
-class _Launch:
+class Launch:
     """Pieces of the same dtypes, on the device."""
 
     table: Tensor
@@ -161,12 +135,12 @@ class _Launch:
         with torch.cuda.device_of(self.table):
             kernel[(self.tiles,)](
                 self.table, self.owners, *args,
-                *(_DTYPES[d] for d in self.kinds), torch.float64 in self.kinds, FIELDS, SIDE, BLOCK, **flags,
+                *(_DTYPES[d] for d in self.kinds), torch.float64 in self.kinds, FIELDS, kernels.VECTOR, BLOCK, **flags,
             )  # fmt: skip
 
 
 @dataclass
-class _Group:
+class Group:
     """Pieces of the same dtypes, on the host; ``members`` are their numbers among all."""
 
     kinds: tuple[torch.dtype, ...]
@@ -178,13 +152,13 @@ class _Group:
         """Of its members, column by column."""
         return list(zip(*(_addresses(pieces[i]) for i in self.members), strict=True))
 
-    def launch(self, *columns: Sequence[int]) -> _Launch:
+    def launch(self, *columns: Sequence[int]) -> Launch:
         """Its members at these addresses."""
         table = tables.make(self.rows.filled(*columns), self.device)
-        return _Launch(table, _owners(self.rows.tiles, self.device), self.rows.total, self.kinds)
+        return Launch(table, _owners(self.rows.tiles, self.device), self.rows.total, self.kinds)
 
 
-def _groups(pieces: list[Piece], walk_full: bool, dtypes: Callable[[Piece], Any]) -> list[_Group]:
+def group_pieces(pieces: list[Piece], walk_full: bool, dtypes: Callable[[Piece], Any]) -> list[Group]:
     """One for each kind of piece, ``dtypes(piece)``, that has any entries."""
     alike: dict[Any, list[int]] = {}
     for i, piece in enumerate(pieces):
@@ -192,16 +166,16 @@ def _groups(pieces: list[Piece], walk_full: bool, dtypes: Callable[[Piece], Any]
     found = []
     for kinds, members in alike.items():
         rows = _rows([pieces[i].layout or layout(pieces[i], walk_full) for i in members])
-        found.append(_Group(kinds, members, rows, pieces[members[0]].full.device))
+        found.append(Group(kinds, members, rows, pieces[members[0]].full.device))
     return [group for group in found if group.rows.total]
 
 
-def _launches(pieces: list[Piece], walk_full: bool) -> list[_Launch]:
+def _launches(pieces: list[Piece], walk_full: bool) -> list[Launch]:
     """Of take or put: one for each kind of piece."""
-    return [group.launch(*group.addresses(pieces)) for group in _groups(pieces, walk_full, _both)]
+    return [group.launch(*group.addresses(pieces)) for group in group_pieces(pieces, walk_full, take_dtypes)]
 
 
-def _both(piece: Piece) -> tuple[torch.dtype, ...]:
+def take_dtypes(piece: Piece) -> tuple[torch.dtype, ...]:
     return piece.full.dtype, piece.small.dtype
 
 
@@ -269,7 +243,7 @@ def _owners(tiles: tuple[int, ...], device: torch.device) -> Tensor:
         if len(_kept) > 256:
             _kept.clear()
         _kept[key] = _owners_on_host(tiles).to(device)
-    tables.count(len(_kept[key]))
+    tables.count(len(_kept[key]), device)
     return _kept[key]
 
 
@@ -281,137 +255,36 @@ def _on_host(numbers: Any) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")  # whatever the default device is
 
 
-# -- index arithmetic --------------------------------------------------------------------------------------------------
+class _Matrix:
+    """How the kernels see a tensor and its slice: as rows and columns, of which there are always some to be cut.
 
+    Where only rows are, all of them are one (``turned``): a slice of rows is a run of entries as well.
+    """
 
-@triton.jit
-def _tile(table, owner, FIELDS: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """The row of the table, the first entry of this tile, and whether entries can be moved side by side."""
-    program = tl.program_id(0)
-    d = table + tl.load(owner + program) * FIELDS
-    first = (program - tl.load(d + 21).to(tl.int32)) * BLOCK
-    start = tl.load(tl.load(d + 14).to(tl.pointer_type(tl.int64))) * tl.load(d + 17)
-    addresses = tl.load(d) | tl.load(d + 1) | tl.load(d + 2) | tl.load(d + 3) | tl.load(d + 4)
-    return d, first, (tl.load(d + 9) != 0) & (start % SIDE == 0) & (addresses % 16 == 0)
-
-
-@triton.jit
-def _run(d, SIDE: tl.constexpr):
-    """Start, size and width of the rows (``d + 10``) or columns (``d + 14``) that are kept."""
-    start = tl.load(tl.load(d).to(tl.pointer_type(tl.int64))).to(tl.int32) * tl.load(d + 3).to(tl.int32)
-    return start // SIDE, tl.load(d + 1).to(tl.int32) // SIDE, tl.load(d + 2).to(tl.int32) // SIDE
-
-
-@triton.jit
-def _walk(d, first, SIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the walked tensor: the entries of this tile as groups of ``SIDE``, their rows and columns, which there are."""
-    i = first // SIDE + tl.arange(0, BLOCK // SIDE)
-    across = tl.load(d + 7).to(tl.int32) // SIDE
-    r = i // across
-    return i, r, i % across, r < tl.load(d + 6).to(tl.int32)
-
-
-@triton.jit
-def _at(i, SIDE: tl.constexpr):
-    return i.to(tl.int64)[:, None] * SIDE + tl.arange(0, SIDE)[None, :]
-
-
-@triton.jit
-def _mapped(d, rr, cc, SIDE: tl.constexpr):
-    return _at(rr.to(tl.int64) * (tl.load(d + 8) // SIDE) + cc, SIDE)
-
-
-@triton.jit
-def _pointer(address, DTYPE: tl.constexpr, SIDE: tl.constexpr):
-    """What lies there; groups are moved together only where it is a multiple of 16."""
-    pointer = address.to(tl.pointer_type(DTYPE))
-    if SIDE > 1:
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer
-
-
-@triton.jit
-def _scaled(value, d, row_place, col_place, kept, SIDE: tl.constexpr):
-    """Times what the slices are normalised with, where it is kept."""
-    value = value * tl.load(d + 20).to(tl.float64, bitcast=True).to(value.dtype)
-    at = tl.load(d + 18)
-    if at != 0:
-        unit = row_place // tl.load(d + 13).to(tl.int32)
-        scale = tl.load(at.to(tl.pointer_type(tl.float64)) + unit, mask=kept, other=0)
-        value = value * scale.to(value.dtype)[:, None]
-    at = tl.load(d + 19)
-    if at != 0:
-        scales = _pointer(at, tl.float64, SIDE)
-        unit = col_place[:, None] * SIDE + tl.arange(0, SIDE)[None, :]
-        inner = tl.load(d + 17).to(tl.int32)
-        if inner == 1:  # side by side, as they are
-            value = value * tl.load(scales + unit, mask=kept[:, None], other=0).to(value.dtype)
+    def __init__(self, full: Tensor, small: Tensor, rows: list[int], cols: list[int], walk_full: bool) -> None:
+        walked, mapped = (full, small) if walk_full else (small, full)
+        self.turned = not cols
+        if self.turned:
+            rows, cols, behind = [], rows, math.prod(full.shape[1:])
+            self.n_rows, self.n_cols, self.mapped_cols = 1, walked.numel(), mapped.numel()
         else:
-            value = value * tl.load(scales + unit // inner, mask=kept[:, None], other=0).to(value.dtype)
-    return value
+            self.n_rows = len(walked)
+            self.n_cols, self.mapped_cols = math.prod(walked.shape[1:]), math.prod(mapped.shape[1:])
+            behind = 1 if full.dim() < 3 or is_channels_last(full) else math.prod(full.shape[2:])
+        self.rows, self.cols = _run(rows, 1), _run(cols, behind)
+        self.in_groups = all(n % kernels.VECTOR == 0 for n in (self.n_cols, self.mapped_cols, *self.cols[:2]))
 
 
-# -- take and put ------------------------------------------------------------------------------------------------------
+def _run(geometry: list[int], behind: int) -> tuple[int, int, int]:
+    """The entries of a block, those that are kept of it, and those of a unit, if there are ``behind`` at each place."""
+    size, width, _, inner = geometry or (1, 1, 1, 1)
+    return size * inner * behind, width * inner * behind, inner * behind
 
 
-@triton.jit
-def _take_kernel(
-    table, owner, FULL: tl.constexpr, SMALL: tl.constexpr, WIDE: tl.constexpr,
-    FIELDS: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    _copy(table, owner, False, FULL, SMALL, WIDE, FIELDS, SIDE, BLOCK)
-
-
-@triton.jit
-def _put_kernel(
-    table, owner, FULL: tl.constexpr, SMALL: tl.constexpr, WIDE: tl.constexpr,
-    FIELDS: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    _copy(table, owner, True, FULL, SMALL, WIDE, FIELDS, SIDE, BLOCK)
-
-
-@triton.jit
-def _copy(
-    table, owner, PUT: tl.constexpr, FULL: tl.constexpr, SMALL: tl.constexpr, WIDE: tl.constexpr,
-    FIELDS: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """take or put: two kernels, so that a profile tells them apart."""
-    d, first, together = _tile(table, owner, FIELDS, SIDE, BLOCK)
-    if together:
-        _copy_tile(d, first, PUT, FULL, SMALL, WIDE, SIDE, BLOCK)
-    else:
-        _copy_tile(d, first, PUT, FULL, SMALL, WIDE, 1, BLOCK)
-
-
-@triton.jit
-def _copy_tile(
-    d, first, PUT: tl.constexpr, FULL: tl.constexpr, SMALL: tl.constexpr, WIDE: tl.constexpr,
-    SIDE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    i, r, c, inside = _walk(d, first, SIDE, BLOCK)
-    full = _pointer(tl.load(d), FULL, SIDE)
-    small = _pointer(tl.load(d + 1), SMALL, SIDE)
-    if PUT:
-        rr, row_kept, row_place = _target(r, *_run(d + 10, 1))
-        cc, col_kept, col_place = _target(c, *_run(d + 14, SIDE))
-        kept = inside & row_kept & col_kept
-        value = tl.load(small + _mapped(d, rr, cc, SIDE), mask=kept[:, None], other=0)
-    else:
-        rr, row_place = _source(r, *_run(d + 10, 1))
-        cc, col_place = _source(c, *_run(d + 14, SIDE))
-        kept = inside
-        value = tl.load(full + _mapped(d, rr, cc, SIDE), mask=kept[:, None], other=0)
-    value = _scaled(value.to(tl.float64 if WIDE else tl.float32), d, row_place, col_place, kept, SIDE)
-    if PUT:
-        tl.store(full + _at(i, SIDE), value.to(FULL), mask=inside[:, None])
-    else:
-        tl.store(small + _at(i, SIDE), value.to(SMALL), mask=inside[:, None])
-
-
-def take(pieces: list[Piece] | Settled) -> None:
+def take(pieces: list[Piece] | TakePlan) -> None:
     """Fill ``small`` of every piece from ``full``."""
-    for launch in (pieces if isinstance(pieces, Settled) else Settled(pieces)).launches:
-        launch.run(_take_kernel)
+    for launch in (pieces if isinstance(pieces, TakePlan) else TakePlan(pieces)).launches:
+        launch.run(kernels.take_kernel)
 
 
 def put(pieces: list[Piece]) -> None:
@@ -420,179 +293,4 @@ def put(pieces: list[Piece]) -> None:
         p.layout = p.layout or layout(p, walk_full=True)
         p.small = p.small.contiguous(memory_format=format_of(p.full.dim(), p.layout[CHANNELS_LAST] == 1))
     for launch in _launches(pieces, walk_full=True):
-        launch.run(_put_kernel)
-
-
-# -- optimizers --------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _gradient(
-    d, first, found_inf, grad_scale, SMALL: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr,
-    FOUND_INF: tl.constexpr, GRAD_SCALE: tl.constexpr, MAXIMIZE: tl.constexpr,
-):  # fmt: skip
-    """Where this tile lies in the full tensors, what of it is to be updated, and its gradient."""
-    i, r, c, inside = _walk(d, first, SIDE, BLOCK)
-    if FOUND_INF:  # GradScaler met an overflow: nothing is touched
-        inside = inside & (tl.load(found_inf + 0 * r) == 0)
-    rr, row_place = _source(r, *_run(d + 10, 1))
-    cc, col_place = _source(c, *_run(d + 14, SIDE))
-    g = tl.load(_pointer(tl.load(d + 1), SMALL, SIDE) + _at(i, SIDE), mask=inside[:, None], other=0).to(tl.float32)
-    g = _scaled(g, d, row_place, col_place, inside, SIDE)
-    if GRAD_SCALE:
-        g = g / tl.load(grad_scale)
-    if MAXIMIZE:
-        g = -g
-    return _mapped(d, rr, cc, SIDE), inside[:, None], g
-
-
-@triton.jit
-def _adam_kernel(
-    table, owner, lr, found_inf, grad_scale, less_beta1, less_beta2, log2_beta1, log2_beta2, weight_decay, eps,
-    FULL: tl.constexpr, SMALL: tl.constexpr, STATE: tl.constexpr, WIDE: tl.constexpr,
-    FIELDS: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr,
-    LR_LIVES_ON_DEVICE: tl.constexpr, STEP_LIVES_ON_DEVICE: tl.constexpr, FOUND_INF: tl.constexpr,
-    GRAD_SCALE: tl.constexpr, DECOUPLED: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr,
-):  # fmt: skip
-    d, first, together = _tile(table, owner, FIELDS, SIDE, BLOCK)
-    if LR_LIVES_ON_DEVICE:
-        lr = tl.load(lr)
-    step = tl.load(d + 5)
-    if STEP_LIVES_ON_DEVICE:
-        step = tl.load(step.to(tl.pointer_type(tl.float32)))
-    count = step.to(tl.float64)  # in float32, 1 - 0.999 ** 1 would be four digits
-    correction1 = (1 - tl.exp2(count * log2_beta1)).to(tl.float32)
-    correction2 = (1 - tl.exp2(count * log2_beta2)).to(tl.float32)
-    if together:
-        _adam_tile(
-            d, first, lr, found_inf, grad_scale, less_beta1, less_beta2, correction1, correction2, weight_decay, eps,
-            FULL, SMALL, STATE, SIDE, BLOCK, FOUND_INF, GRAD_SCALE, DECOUPLED, AMSGRAD, MAXIMIZE,
-        )  # fmt: skip
-    else:
-        _adam_tile(
-            d, first, lr, found_inf, grad_scale, less_beta1, less_beta2, correction1, correction2, weight_decay, eps,
-            FULL, SMALL, STATE, 1, BLOCK, FOUND_INF, GRAD_SCALE, DECOUPLED, AMSGRAD, MAXIMIZE,
-        )  # fmt: skip
-
-
-@triton.jit
-def _adam_tile(
-    d, first, lr, found_inf, grad_scale, less_beta1, less_beta2, correction1, correction2, weight_decay, eps,
-    FULL: tl.constexpr, SMALL: tl.constexpr, STATE: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr,
-    FOUND_INF: tl.constexpr, GRAD_SCALE: tl.constexpr, DECOUPLED: tl.constexpr, AMSGRAD: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
-):  # fmt: skip
-    at, inside, g = _gradient(d, first, found_inf, grad_scale, SMALL, SIDE, BLOCK, FOUND_INF, GRAD_SCALE, MAXIMIZE)
-    params = _pointer(tl.load(d), FULL, SIDE) + at
-    averages = _pointer(tl.load(d + 2), STATE, SIDE) + at
-    squares = _pointer(tl.load(d + 3), STATE, SIDE) + at
-    p = tl.load(params, mask=inside, other=0).to(tl.float32)
-    m = tl.load(averages, mask=inside, other=0).to(tl.float32)
-    v = tl.load(squares, mask=inside, other=0).to(tl.float32)
-    if DECOUPLED:
-        p = p * (1 - lr * weight_decay)
-    else:
-        g = g + weight_decay * p
-    m = m + less_beta1 * (g - m)
-    v = v + less_beta2 * (g * g - v)
-    tl.store(averages, m.to(STATE), mask=inside)
-    tl.store(squares, v.to(STATE), mask=inside)
-    if AMSGRAD:
-        most = _pointer(tl.load(d + 4), STATE, SIDE) + at
-        v = tl.maximum(v, tl.load(most, mask=inside, other=0).to(tl.float32))
-        tl.store(most, v.to(STATE), mask=inside)
-    p = p - lr / correction1 * (m / (tl.sqrt(v) / tl.sqrt(correction2) + eps))
-    tl.store(params, p.to(FULL), mask=inside)
-
-
-@triton.jit
-def _sgd_kernel(
-    table, owner, lr, found_inf, grad_scale, momentum, weight_decay,
-    FULL: tl.constexpr, SMALL: tl.constexpr, STATE: tl.constexpr, WIDE: tl.constexpr,
-    FIELDS: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr,
-    LR_LIVES_ON_DEVICE: tl.constexpr, FOUND_INF: tl.constexpr, GRAD_SCALE: tl.constexpr,
-    MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
-):  # fmt: skip
-    d, first, together = _tile(table, owner, FIELDS, SIDE, BLOCK)
-    if LR_LIVES_ON_DEVICE:
-        lr = tl.load(lr)
-    if together:
-        _sgd_tile(
-            d, first, lr, found_inf, grad_scale, momentum, weight_decay,
-            FULL, SMALL, STATE, SIDE, BLOCK, FOUND_INF, GRAD_SCALE, MOMENTUM, NESTEROV, MAXIMIZE,
-        )  # fmt: skip
-    else:
-        _sgd_tile(
-            d, first, lr, found_inf, grad_scale, momentum, weight_decay,
-            FULL, SMALL, STATE, 1, BLOCK, FOUND_INF, GRAD_SCALE, MOMENTUM, NESTEROV, MAXIMIZE,
-        )  # fmt: skip
-
-
-@triton.jit
-def _sgd_tile(
-    d, first, lr, found_inf, grad_scale, momentum, weight_decay,
-    FULL: tl.constexpr, SMALL: tl.constexpr, STATE: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr,
-    FOUND_INF: tl.constexpr, GRAD_SCALE: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
-):  # fmt: skip
-    at, inside, g = _gradient(d, first, found_inf, grad_scale, SMALL, SIDE, BLOCK, FOUND_INF, GRAD_SCALE, MAXIMIZE)
-    params = _pointer(tl.load(d), FULL, SIDE) + at
-    p = tl.load(params, mask=inside, other=0).to(tl.float32)
-    g = g + weight_decay * p
-    if MOMENTUM:
-        buffers = _pointer(tl.load(d + 2), STATE, SIDE) + at
-        b = momentum * tl.load(buffers, mask=inside, other=0).to(tl.float32) + g
-        tl.store(buffers, b.to(STATE), mask=inside)
-        if NESTEROV:  # noqa: SIM108
-            g = g + momentum * b
-        else:
-            g = b
-    tl.store(params, (p - lr * g).to(FULL), mask=inside)
-
-
-def _kinds(piece: Piece) -> tuple[torch.dtype, ...]:
-    return piece.full.dtype, piece.small.dtype, piece.state[0].dtype if piece.state else piece.full.dtype
-
-
-def adam(
-    updates: Updates,
-    *,
-    lr: float | Tensor,
-    betas: tuple[float, float],
-    weight_decay: float,
-    eps: float,
-    decoupled: bool,
-    amsgrad: bool,
-    maximize: bool,
-    found_inf: Tensor | None,
-    grad_scale: Tensor | None,
-) -> None:
-    """Adam over the slices of ``full`` and of ``state``; ``small`` is the gradient, ``step`` has been counted up."""
-    for launch in updates.launches():
-        launch.run(
-            _adam_kernel, lr, found_inf, grad_scale, *(1 - b for b in betas),
-            *(math.log2(b) if b else -math.inf for b in betas), weight_decay, eps,
-            LR_LIVES_ON_DEVICE=isinstance(lr, Tensor), STEP_LIVES_ON_DEVICE=not updates.counted,
-            FOUND_INF=found_inf is not None, GRAD_SCALE=grad_scale is not None,
-            DECOUPLED=decoupled, AMSGRAD=amsgrad, MAXIMIZE=maximize,
-        )  # fmt: skip
-
-
-def sgd(
-    updates: Updates,
-    *,
-    lr: float | Tensor,
-    momentum: float,
-    weight_decay: float,
-    nesterov: bool,
-    maximize: bool,
-    found_inf: Tensor | None,
-    grad_scale: Tensor | None,
-) -> None:
-    """SGD over the slices of ``full`` and of ``state``; ``small`` is the gradient."""
-    for launch in updates.launches():
-        launch.run(
-            _sgd_kernel, lr, found_inf, grad_scale, momentum, weight_decay,
-            LR_LIVES_ON_DEVICE=isinstance(lr, Tensor), FOUND_INF=found_inf is not None,
-            GRAD_SCALE=grad_scale is not None, MOMENTUM=momentum != 0, NESTEROV=nesterov, MAXIMIZE=maximize,
-        )  # fmt: skip
+        launch.run(kernels.put_kernel)

@@ -1,8 +1,11 @@
 """Numbers that a kernel reads from device memory instead of its arguments: what makes one launch serve many tensors.
 
 While a CUDA graph is captured nothing can be copied to the device, but the numbers (addresses above all) are only
-needed when the graph is replayed. So inside :func:`deferred` tables are laid out at once and filled at the end. Their
-memory is set aside before the capture: what is allocated during one is used by other tensors earlier in every replay.
+needed when the graph is replayed. So while tables go :func:`into` an :class:`Arena` they are laid out at once, and
+filled after the capture. Its memory is set aside before: what is allocated during a capture is used by other tensors
+earlier in every replay.
+
+Arenas are found by the stream that is captured: backward passes run in threads of their own, but on that stream.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ class Arena:
         return table
 
     def fill(self) -> None:
+        """Write the numbers, once the capture is over."""
         for table, values in self.waiting:
             table.copy_(values)
         self.waiting = []
@@ -47,13 +51,8 @@ class Tally:
     entries = 0
 
 
-_arena: Arena | None = None
-_tally: Tally | None = None
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether work on ``device`` is being captured in a graph."""
-    return where(device)[1]
+_arenas: dict[int, Arena] = {}
+_tallies: dict[int, Tally] = {}
 
 
 def where(device: torch.device) -> tuple[int, bool]:
@@ -64,43 +63,51 @@ def where(device: torch.device) -> tuple[int, bool]:
     return stream, stream != 0 and torch.cuda.is_current_stream_capturing()  # the default stream cannot be
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether work on ``device`` is being captured in a graph."""
+    return where(device)[1]
+
+
 def possible(device: torch.device) -> bool:
     """Whether tables can be made now: not inside a capture that nobody will complete."""
-    return _arena is not None or not capturing(device)
+    stream, captured = where(device)
+    return not captured or stream in _arenas
 
 
 def make(values: Tensor, device: torch.device) -> Tensor:
     """A table on ``device`` with these int64 ``values``, which may change as soon as this returns."""
-    if _arena is not None and capturing(device):
-        return _arena.make(values)
-    count(values.numel())
+    arena = _arenas.get(where(device)[0])
+    if arena is not None and capturing(device):
+        return arena.make(values)
+    count(values.numel(), device)
     return values.to(device, non_blocking=True, copy=True)  # pageable memory is staged at once: no synchronisation
 
 
-def count(entries: int) -> None:
+def count(entries: int, device: torch.device) -> None:
     """Here a table is used; whoever keeps it from an earlier time calls this instead of :func:`make`."""
-    if _tally is not None:
-        _tally.entries += _room(entries)
+    if _tallies:
+        tally = _tallies.get(where(device)[0])
+        if tally is not None:
+            tally.entries += _room(entries)
 
 
 @contextlib.contextmanager
-def counted() -> Iterator[Tally]:
-    """Around a step that is about to be captured."""
-    global _tally
-    before, _tally = _tally, Tally()
+def counted(device: torch.device) -> Iterator[Tally]:
+    """Around a step that is about to be captured, on the stream that it runs on."""
+    stream, tally = where(device)[0], Tally()
+    _tallies[stream] = tally
     try:
-        yield _tally
+        yield tally
     finally:
-        _tally = before
+        del _tallies[stream]
 
 
 @contextlib.contextmanager
-def deferred(entries: int, device: torch.device) -> Iterator[Arena]:
-    """Around a capture, whose tables will hold at most so many ``entries``."""
-    global _arena
-    before, _arena = _arena, Arena(entries, device)
+def into(arena: Arena) -> Iterator[None]:
+    """Inside a capture: its tables go into this arena."""
+    stream = where(arena.memory.device)[0]
+    _arenas[stream] = arena
     try:
-        yield _arena
-        _arena.fill()
+        yield
     finally:
-        _arena = before
+        del _arenas[stream]

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 from .. import stepping
 from ..nn.base import Sliced, adopt
-from ..ops import by_views
-from ..ops.views import is_channels_last
+from ..ops import host_knows_start
+from ..ops.placement import is_channels_last
 from ..slices import Slice
 from .residual_blocks import Form
 
@@ -112,7 +112,7 @@ def window(
 
 def cut(x: Tensor, row: Side, col: Side) -> Tensor:
     """The part of ``x`` that lies under the window."""
-    if by_views(x):
+    if host_knows_start(x):
         top, left = row.start_on_host * row.stride, col.start_on_host * col.stride
         return x[..., top : top + row.reads_width, left : left + col.reads_width]
     return _Cut.apply(x, row.start * row.stride, col.start * col.stride, (row.reads_width, col.reads_width))
@@ -120,7 +120,7 @@ def cut(x: Tensor, row: Side, col: Side) -> Tensor:
 
 def paste(small: Tensor, row: Side, col: Side) -> Tensor:
     """``small`` in its window of a map of zeros."""
-    if by_views(small):
+    if host_knows_start(small):
         top, left = row.start_on_host, col.start_on_host
         return F.pad(small, (left, col.size - left - col.width, top, row.size - top - row.width))
     return _Paste.apply(small, row.start, col.start, (row.size, col.size))

@@ -33,6 +33,8 @@ class Subset(Slice):
         (6, 0.6, 6)
     """
 
+    contiguous = False
+
     def __init__(
         self,
         size: int,

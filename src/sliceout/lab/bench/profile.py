@@ -87,9 +87,11 @@ def kind_of(name: str, ours: frozenset[str] = frozenset()) -> str:
 def our_kernels() -> frozenset[str]:
     """The names under which a profiler shows the library's Triton kernels."""
     from ...ops import kernels
-    from ...ops import multi_tensor as many
+    from ...compact import kernels as updates
 
-    return frozenset(n for m in (kernels, many) for n, f in vars(m).items() if hasattr(f, "fn") and hasattr(f, "run"))
+    return frozenset(
+        n for m in (kernels, updates) for n, f in vars(m).items() if hasattr(f, "fn") and hasattr(f, "run")
+    )
 
 
 def times(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:

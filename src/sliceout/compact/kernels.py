@@ -1,0 +1,221 @@
+"""Slice-only updates of SGD and Adam as Triton kernels: all slices of an optimizer in one launch.
+
+The kernels walk the small gradients and update the entries of parameters and state where these lie (``ops.kernels`` has
+the index arithmetic). Starts are read from device memory, so that one captured graph serves every draw.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..ops.kernels import entries, find_tile, mapped_entries, pointer_to, run_of, scaled, source, walk
+from ..ops.multi_tensor import Launch, Piece, group_pieces
+
+
+@triton.jit
+def _gradient(
+    d, first, found_inf, grad_scale, SMALL: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    FOUND_INF: tl.constexpr, GRAD_SCALE: tl.constexpr, MAXIMIZE: tl.constexpr,
+):  # fmt: skip
+    """Where this tile lies in the full tensors, what of it is to be updated, and its gradient."""
+    i, r, c, inside = walk(d, first, VECTOR, BLOCK)
+    if FOUND_INF:  # GradScaler met an overflow: nothing is touched
+        inside = inside & (tl.load(found_inf + 0 * r) == 0)
+    rr, row_place = source(r, *run_of(d + 10, 1))
+    cc, col_place = source(c, *run_of(d + 14, VECTOR))
+    g = tl.load(pointer_to(tl.load(d + 1), SMALL, VECTOR) + entries(i, VECTOR), mask=inside[:, None], other=0).to(
+        tl.float32
+    )
+    g = scaled(g, d, row_place, col_place, inside, VECTOR)
+    if GRAD_SCALE:
+        g = g / tl.load(grad_scale)
+    if MAXIMIZE:
+        g = -g
+    return mapped_entries(d, rr, cc, VECTOR), inside[:, None], g
+
+
+@triton.jit
+def _adam_kernel(
+    table, owner, lr, found_inf, grad_scale, less_beta1, less_beta2, log2_beta1, log2_beta2, weight_decay, eps,
+    FULL: tl.constexpr, SMALL: tl.constexpr, STATE: tl.constexpr, WIDE: tl.constexpr,
+    FIELDS: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    LR_LIVES_ON_DEVICE: tl.constexpr, STEP_LIVES_ON_DEVICE: tl.constexpr, FOUND_INF: tl.constexpr,
+    GRAD_SCALE: tl.constexpr, DECOUPLED: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr,
+):  # fmt: skip
+    d, first, together = find_tile(table, owner, FIELDS, VECTOR, BLOCK)
+    if LR_LIVES_ON_DEVICE:
+        lr = tl.load(lr)
+    step = tl.load(d + 5)
+    if STEP_LIVES_ON_DEVICE:
+        step = tl.load(step.to(tl.pointer_type(tl.float32)))
+    count = step.to(tl.float64)  # in float32, 1 - 0.999 ** 1 would be four digits
+    correction1 = (1 - tl.exp2(count * log2_beta1)).to(tl.float32)
+    correction2 = (1 - tl.exp2(count * log2_beta2)).to(tl.float32)
+    if together:
+        _adam_tile(
+            d, first, lr, found_inf, grad_scale, less_beta1, less_beta2, correction1, correction2, weight_decay, eps,
+            FULL, SMALL, STATE, VECTOR, BLOCK, FOUND_INF, GRAD_SCALE, DECOUPLED, AMSGRAD, MAXIMIZE,
+        )  # fmt: skip
+    else:
+        _adam_tile(
+            d, first, lr, found_inf, grad_scale, less_beta1, less_beta2, correction1, correction2, weight_decay, eps,
+            FULL, SMALL, STATE, 1, BLOCK, FOUND_INF, GRAD_SCALE, DECOUPLED, AMSGRAD, MAXIMIZE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _adam_tile(
+    d, first, lr, found_inf, grad_scale, less_beta1, less_beta2, correction1, correction2, weight_decay, eps,
+    FULL: tl.constexpr, SMALL: tl.constexpr, STATE: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    FOUND_INF: tl.constexpr, GRAD_SCALE: tl.constexpr, DECOUPLED: tl.constexpr, AMSGRAD: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+):  # fmt: skip
+    at, inside, g = _gradient(d, first, found_inf, grad_scale, SMALL, VECTOR, BLOCK, FOUND_INF, GRAD_SCALE, MAXIMIZE)
+    params = pointer_to(tl.load(d), FULL, VECTOR) + at
+    averages = pointer_to(tl.load(d + 2), STATE, VECTOR) + at
+    squares = pointer_to(tl.load(d + 3), STATE, VECTOR) + at
+    p = tl.load(params, mask=inside, other=0).to(tl.float32)
+    m = tl.load(averages, mask=inside, other=0).to(tl.float32)
+    v = tl.load(squares, mask=inside, other=0).to(tl.float32)
+    if DECOUPLED:
+        p = p * (1 - lr * weight_decay)
+    else:
+        g = g + weight_decay * p
+    m = m + less_beta1 * (g - m)
+    v = v + less_beta2 * (g * g - v)
+    tl.store(averages, m.to(STATE), mask=inside)
+    tl.store(squares, v.to(STATE), mask=inside)
+    if AMSGRAD:
+        most = pointer_to(tl.load(d + 4), STATE, VECTOR) + at
+        v = tl.maximum(v, tl.load(most, mask=inside, other=0).to(tl.float32))
+        tl.store(most, v.to(STATE), mask=inside)
+    p = p - lr / correction1 * (m / (tl.sqrt(v) / tl.sqrt(correction2) + eps))
+    tl.store(params, p.to(FULL), mask=inside)
+
+
+@triton.jit
+def _sgd_kernel(
+    table, owner, lr, found_inf, grad_scale, momentum, weight_decay,
+    FULL: tl.constexpr, SMALL: tl.constexpr, STATE: tl.constexpr, WIDE: tl.constexpr,
+    FIELDS: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    LR_LIVES_ON_DEVICE: tl.constexpr, FOUND_INF: tl.constexpr, GRAD_SCALE: tl.constexpr,
+    MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
+):  # fmt: skip
+    d, first, together = find_tile(table, owner, FIELDS, VECTOR, BLOCK)
+    if LR_LIVES_ON_DEVICE:
+        lr = tl.load(lr)
+    if together:
+        _sgd_tile(
+            d, first, lr, found_inf, grad_scale, momentum, weight_decay,
+            FULL, SMALL, STATE, VECTOR, BLOCK, FOUND_INF, GRAD_SCALE, MOMENTUM, NESTEROV, MAXIMIZE,
+        )  # fmt: skip
+    else:
+        _sgd_tile(
+            d, first, lr, found_inf, grad_scale, momentum, weight_decay,
+            FULL, SMALL, STATE, 1, BLOCK, FOUND_INF, GRAD_SCALE, MOMENTUM, NESTEROV, MAXIMIZE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _sgd_tile(
+    d, first, lr, found_inf, grad_scale, momentum, weight_decay,
+    FULL: tl.constexpr, SMALL: tl.constexpr, STATE: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    FOUND_INF: tl.constexpr, GRAD_SCALE: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+):  # fmt: skip
+    at, inside, g = _gradient(d, first, found_inf, grad_scale, SMALL, VECTOR, BLOCK, FOUND_INF, GRAD_SCALE, MAXIMIZE)
+    params = pointer_to(tl.load(d), FULL, VECTOR) + at
+    p = tl.load(params, mask=inside, other=0).to(tl.float32)
+    g = g + weight_decay * p
+    if MOMENTUM:
+        buffers = pointer_to(tl.load(d + 2), STATE, VECTOR) + at
+        b = momentum * tl.load(buffers, mask=inside, other=0).to(tl.float32) + g
+        tl.store(buffers, b.to(STATE), mask=inside)
+        if NESTEROV:  # noqa: SIM108
+            g = g + momentum * b
+        else:
+            g = b
+    tl.store(params, (p - lr * g).to(FULL), mask=inside)
+
+
+# -- from the host -----------------------------------------------------------------------------------------------------
+
+
+class UpdatePlan:
+    """Pieces whose slices an optimizer updates, step by step: gradients are new, and counts that live on the host.
+
+    It holds addresses and no tensors: whoever keeps it must know that they are still true.
+    """
+
+    def __init__(self, pieces: list[Piece]) -> None:
+        self.count = len(pieces)
+        self.counted = pieces[0].step is not None and not pieces[0].step.is_cuda  # on the host
+        self.groups = [(g, g.addresses(pieces)) for g in group_pieces(pieces, walk_full=False, dtypes=_dtypes)]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def refresh(self, smalls: Sequence[Tensor], steps: Sequence[Tensor]) -> None:
+        """Take these gradients and counts, in the order of the pieces."""
+        small_at = list(map(Tensor.data_ptr, smalls))
+        for group, columns in self.groups:
+            columns[1] = [small_at[i] for i in group.members]
+            if self.counted:
+                columns[5] = [int(steps[i]) for i in group.members]
+
+    def launches(self) -> list[Launch]:
+        return [group.launch(*columns) for group, columns in self.groups]
+
+
+def _dtypes(piece: Piece) -> tuple[torch.dtype, ...]:
+    return piece.full.dtype, piece.small.dtype, piece.state[0].dtype if piece.state else piece.full.dtype
+
+
+def adam(
+    updates: UpdatePlan,
+    *,
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    weight_decay: float,
+    eps: float,
+    decoupled: bool,
+    amsgrad: bool,
+    maximize: bool,
+    found_inf: Tensor | None,
+    grad_scale: Tensor | None,
+) -> None:
+    """Adam over the slices of ``full`` and of ``state``; ``small`` is the gradient, ``step`` has been counted up."""
+    for launch in updates.launches():
+        launch.run(
+            _adam_kernel, lr, found_inf, grad_scale, *(1 - b for b in betas),
+            *(math.log2(b) if b else -math.inf for b in betas), weight_decay, eps,
+            LR_LIVES_ON_DEVICE=isinstance(lr, Tensor), STEP_LIVES_ON_DEVICE=not updates.counted,
+            FOUND_INF=found_inf is not None, GRAD_SCALE=grad_scale is not None,
+            DECOUPLED=decoupled, AMSGRAD=amsgrad, MAXIMIZE=maximize,
+        )  # fmt: skip
+
+
+def sgd(
+    updates: UpdatePlan,
+    *,
+    lr: float | Tensor,
+    momentum: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool,
+    found_inf: Tensor | None,
+    grad_scale: Tensor | None,
+) -> None:
+    """SGD over the slices of ``full`` and of ``state``; ``small`` is the gradient."""
+    for launch in updates.launches():
+        launch.run(
+            _sgd_kernel, lr, found_inf, grad_scale, momentum, weight_decay,
+            LR_LIVES_ON_DEVICE=isinstance(lr, Tensor), FOUND_INF=found_inf is not None,
+            GRAD_SCALE=grad_scale is not None, MOMENTUM=momentum != 0, NESTEROV=nesterov, MAXIMIZE=maximize,
+        )  # fmt: skip
