@@ -25,7 +25,7 @@ from opcases import Case, cases, listed
 from sliceout import Slice, draw_, nn, slices
 from sliceout.compact import kernels as updates
 from sliceout.compact import optimizers as optim
-from sliceout.ops import kernels, multi_tensor, prefetch, tables, without_views
+from sliceout.ops import gather, kernels, multi_tensor, prefetch, tables, without_views
 from sliceout.ops.placement import empty_small, memory_format, small_shape
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -520,7 +520,7 @@ def test_notes_that_are_not_used_any_more_are_forgotten(gathering, monkeypatch):
 # -- memory that is kept from pass to pass -----------------------------------------------------------------------------
 
 
-def settled(model: torch.nn.Module, x: torch.Tensor) -> list[prefetch.Batch]:
+def settled(model: torch.nn.Module, x: torch.Tensor) -> list[gather.Batch]:
     """What is kept after some steps, of parameters first."""
     slices(model)
     for _ in range(3):
@@ -530,7 +530,7 @@ def settled(model: torch.nn.Module, x: torch.Tensor) -> list[prefetch.Batch]:
     return kept(model)
 
 
-def kept(model: torch.nn.Module) -> list[prefetch.Batch]:
+def kept(model: torch.nn.Module) -> list[gather.Batch]:
     return [batch for _, batch in sorted(prefetch.plan_of(slices(model)).kept.items())]
 
 

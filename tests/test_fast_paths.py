@@ -305,10 +305,10 @@ def test_gradients_take_the_memory_of_slices() -> None:
 def test_keeping_the_memory_of_slices_costs_no_memory(name: str, grads: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are there from the first take of one step to the first of the next in any case, but for the first one."""
     most = []
-    for counts in (None, prefetch._users, None):  # without a count of users nothing is kept
+    for counts in (None, gather._users, None):  # without a count of users nothing is kept
         gc.collect()
         before = torch.cuda.memory_allocated()
-        monkeypatch.setattr(prefetch, "_users", counts)
+        monkeypatch.setattr(gather, "_users", counts)
         model, x, y = made(name, grads, "window")
         optimizer = torch.optim.SGD(model.parameters(), 2**-9, momentum=0.9)
         train(model, x, y, optimizer, 4)
