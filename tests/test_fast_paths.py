@@ -22,7 +22,7 @@ import sliceout
 from sliceout.compact import optimizers as optim
 from sliceout.compact.gradient import SlicedGrad
 from sliceout.lab.models import TransformerLM, WideResNet, mlp
-from sliceout.ops import prefetch
+from sliceout.ops import gather, prefetch
 
 pytest.importorskip("triton", reason="triton is not installed")
 from sliceout.compact import kernels as updates
