@@ -37,17 +37,17 @@ def test_a_conversion_that_fails_half_way_leaves_the_model_as_it_was(monkeypatch
     model, x = build(name)
     before, state = fingerprint(model), copy.deepcopy(model)
     calls = {"n": 0}
-    real = convert.slice_
+    real = convert.give_slices_
 
-    def failing(module, **settings):
+    def failing(module, *args):
         weight = next(module.parameters(), None)
         if weight is not None and weight.device.type != "meta":  # the dry run works; the model itself fails
             calls["n"] += 1
             if calls["n"] == nth:
                 raise RuntimeError("injected")
-        return real(module, **settings)
+        return real(module, *args)
 
-    monkeypatch.setattr(convert, "slice_", failing)
+    monkeypatch.setattr(convert, "give_slices_", failing)
     with pytest.raises(RuntimeError, match="injected"):
         sliceout.convert_(model, 0.5)
     assert fingerprint(model) == before
