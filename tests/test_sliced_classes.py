@@ -240,7 +240,8 @@ def test_a_class_is_made_once_and_knows_its_plain_one():
         (lambda: snn.MultiheadAttention(4, 2, slice=Slice(4)), "unexpected keyword argument 'slice'"),
         (lambda: Conv1D(4, 4, slice=Slice(4)), "unexpected keyword argument 'slice'"),
         (lambda: snn.Linear(4, out_slice=Slice(4)), "missing 1 required positional argument: 'out_features'"),
-        (lambda: snn.Dropout2d(0.5), r"Dropout2d\.__init__\(\) missing 1 required keyword-only argument: 'slice'"),
+        (lambda: snn.slice_(nn.Linear(4, 4), out_slices=Slice(4)), "given out_slices: it takes in_slice and out_slice"),
+        (lambda: snn.Dropout2d(0.5), "missing 1 required keyword-only argument: 'slice'"),
     ],
 )
 def test_wrong_or_missing_arguments_are_refused(make, message):

@@ -14,7 +14,7 @@ from .. import compact, drawing, stepping
 from ..compact import gradient_leaves
 from ..ops import StandIn
 from ..slices import Axis, ConcatAxis, Slice, Take
-from .subclass import empty_layer, made_from
+from .subclass import empty_layer
 
 
 class _Signature:
@@ -24,11 +24,8 @@ class _Signature:
         if layer is not None or kind.__init__ is not Sliced.__init__ or not hasattr(kind, "_plain"):
             return None  # inspect looks for itself
         plain = inspect.signature(kind._plain)
-        default = inspect.Parameter.empty if kind._needs_slices else None
-        slices = [inspect.Parameter(_argument(r), inspect.Parameter.KEYWORD_ONLY, default=default) for r in kind.roles]
-        given = list(plain.parameters.values())
-        last = len(given) - any(p.kind is p.VAR_KEYWORD for p in given)
-        return plain.replace(parameters=[*given[:last], *slices, *given[last:]])
+        slices = [inspect.Parameter(_argument(r), inspect.Parameter.KEYWORD_ONLY, default=None) for r in kind.roles]
+        return plain.replace(parameters=sorted([*plain.parameters.values(), *slices], key=lambda p: p.kind))
 
 
 class Sliced:
@@ -49,9 +46,6 @@ class Sliced:
     roles: tuple[str, ...] = ("unit",)
     """The axes this layer has; see ``axes``."""
 
-    _needs_slices = False
-    """Whether a layer cannot be made without."""
-
     _kept_for_slices: tuple[str, ...] = ("axes",)
     """Attributes of a layer that its plain class knows nothing of."""
 
@@ -67,9 +61,6 @@ class Sliced:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = {role: kwargs.pop(_argument(role), None) for role in self.roles}
-        if self._needs_slices and None in given.values():
-            missing = next(repr(_argument(role)) for role, s in given.items() if s is None)
-            raise TypeError(f"{type(self).__name__}.__init__() missing 1 required keyword-only argument: {missing}")
         super().__init__(*args, **kwargs)
         _attach(self, given)
 
@@ -118,7 +109,7 @@ class Sliced:
         return self._without_made_anew(super().__getstate__())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        parts = made_from(type(self))
+        parts = vars(type(self)).get("_made_from")  # a class made on the fly cannot be pickled by name
         return super().__reduce_ex__(protocol) if parts is None else (empty_layer, parts, self.__getstate__())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -8,31 +8,15 @@ from torch import nn
 
 from .. import drawing
 from ..slices import Axis
+from . import mixing, unitwise
 from .attention import MultiheadAttention
 from .base import Sliced, _argument, _axes, adopt, place_after_loading
 from .foreign import slice_foreign_
-from .mixing import Conv1D, Conv1d, Conv2d, Conv3d, Linear
 from .subclass import sliced_subclass
-from .unitwise import (
-    BatchNorm1d,
-    BatchNorm2d,
-    BatchNorm3d,
-    Dropout,
-    Dropout1d,
-    Dropout2d,
-    Dropout3d,
-    GroupNorm,
-    LayerNorm,
-    LayerScale,
-    PReLU,
-    RMSNorm,
-)
 
-_SLICED = (
-    Linear, Conv1d, Conv2d, Conv3d, BatchNorm1d, BatchNorm2d, BatchNorm3d, GroupNorm, LayerNorm, RMSNorm, PReLU,
-    Dropout, Dropout1d, Dropout2d, Dropout3d,
-)  # fmt: skip
-_DUCKS = {("transformers", "Conv1D"): Conv1D, ("timm", "LayerScale"): LayerScale}  # by name: the core needs neither
+_SLICED = (*mixing.LAYERS, *unitwise.LAYERS)
+_DUCKS = {("transformers", "Conv1D"): mixing.Conv1D, ("timm", "LayerScale"): unitwise.LayerScale}
+"""By library and name: the core needs neither."""
 
 
 def sliced_class(plain: type[nn.Module]) -> type[nn.Module] | None:
@@ -54,42 +38,31 @@ def sliced_class(plain: type[nn.Module]) -> type[nn.Module] | None:
     return None if duck is None else sliced_subclass(plain, duck)
 
 
-def _sliced_form(plain: type[nn.Module]) -> Any:
-    """The same with torch's attention, which has roles of its own that no trace finds."""
-    return MultiheadAttention if plain is nn.MultiheadAttention else sliced_class(plain)
+def _class_for(module: nn.Module) -> Any:
+    """The sliced class for a module, torch's attention included, which has roles of its own that no trace finds."""
+    if isinstance(module, Sliced):
+        raise ValueError(f"{type(module).__name__} is sliced already: call plain_ on it first")
+    return MultiheadAttention if type(module) is nn.MultiheadAttention else sliced_class(type(module))
 
 
-def slice_(
-    module: nn.Module,
-    *,
-    in_slice: Any = None,
-    out_slice: Any = None,
-    slice: Any = None,
-    qk_slice: Any = None,
-    v_slice: Any = None,
-    heads_slice: Any = None,
-) -> nn.Module:
+def slice_(module: nn.Module, **slices: Any) -> nn.Module:
     """Give a plain layer slices, in place: the same object, parameters and keys under a sliced class.
 
     Args:
-        module: a layer of a kind listed in this module.
-        in_slice, out_slice: a :class:`Slice` or :class:`Axis`, for layers that mix units (linear, convolution).
-        slice: the same for layers that treat each unit by itself (norms, PReLU, layer scale).
-        qk_slice, v_slice, heads_slice: the same for ``nn.MultiheadAttention``.
+        module: a layer of a kind that ``sliceout.nn`` has.
+        slices: a :class:`Slice` or :class:`Axis` by the argument that the sliced class has for it: ``in_slice`` and
+            ``out_slice`` for layers that mix units (linear, convolution), ``slice`` for those that treat each unit by
+            itself (norms, PReLU, dropout), ``qk_slice`` and ``v_slice``, or ``heads_slice``, for attention.
     """
-    name = type(module).__name__
-    if isinstance(module, Sliced):
-        raise ValueError(f"{name} is sliced already: call plain_ on it first")
-    made = _sliced_form(type(module))
+    name, made = type(module).__name__, _class_for(module)
     if made is None:
         known = sorted(c.__name__ for c in (*_SLICED, MultiheadAttention, *_DUCKS.values()))
         raise TypeError(f"{name} has no sliced form: there is one for {', '.join(known)}")
-    given = {"in": in_slice, "out": out_slice, "unit": slice, "qk": qk_slice, "v": v_slice, "heads": heads_slice}
-    axes = _axes(given)
-    if not axes or not axes.keys() <= set(made.roles):
-        told = ", ".join(_argument(role) for role in axes) or "no slice"
-        raise TypeError(f"{name} was given {told}: it takes {' and '.join(_argument(r) for r in made.roles)}")
-    return give_slices_(module, axes)
+    roles = {_argument(role): role for role in made.roles}
+    given = {argument: s for argument, s in slices.items() if s is not None}
+    if not given or not given.keys() <= roles.keys():
+        raise TypeError(f"{name} was given {', '.join(given) or 'no slice'}: it takes {' and '.join(roles)}")
+    return give_slices_(module, _axes({roles[argument]: s for argument, s in given.items()}))
 
 
 def give_slices_(module: nn.Module, axes: dict[str, Axis], dim: int = 1) -> nn.Module:
@@ -100,7 +73,7 @@ def give_slices_(module: nn.Module, axes: dict[str, Axis], dim: int = 1) -> nn.M
         axes: by role.
         dim: dimension of the input along which the units lie, for a unitwise layer with a forward of its own.
     """
-    made = _sliced_form(type(module))
+    made = _class_for(module)
     if made is None:
         return slice_foreign_(module, axes, dim)
     made.bind(module, axes)

@@ -13,17 +13,15 @@ from torch import Tensor, nn
 
 from ..ops import store_, take
 from ..slices import Axis, Take
-from . import mixing as _mixing
-from . import unitwise
+from . import mixing, unitwise
 from .substitutes import Substituting, substitute_
 
-_MIXING = {nn.Linear: _mixing.Linear, nn.Conv1d: _mixing.Conv1d, nn.Conv2d: _mixing.Conv2d, nn.Conv3d: _mixing.Conv3d}
 NUMBERS = ("normalized_shape", "num_features", "num_channels", "num_groups")
 
 
 def mixing_base(plain: type[nn.Module]) -> Any:
     """The sliced class whose roles a subclass of a linear layer or convolution with its own forward has, if any."""
-    return next((made for base, made in _MIXING.items() if issubclass(plain, base)), None)
+    return next((made for made in mixing.LAYERS if issubclass(plain, made._plain)), None)
 
 
 def is_unitwise(module: nn.Module) -> bool:
@@ -110,12 +108,12 @@ def slice_foreign_(module: Any, axes: dict[str, Axis], dim: int) -> nn.Module:
         axes: by role.
         dim: dimension of the input along which the units of a unitwise layer lie.
     """
-    mixing = mixing_base(type(module))
-    if mixing is not None:
-        mixing.bind(module, axes)
+    base = mixing_base(type(module))
+    if base is not None:
+        base.bind(module, axes)
     elif isinstance(module, nn.GroupNorm):
         unitwise.GroupNorm.bind(module, axes)  # type: ignore[arg-type]
     names = tuple(n for n in (*module._parameters, *module._buffers, *NUMBERS, "groups") if hasattr(module, n))
     module._substitutes, module._unit_dim = None, dim
-    substitute_(module, axes, names, *((ForeignLayer,) if mixing is None else (ForeignMixing, mixing)))
+    substitute_(module, axes, names, *((ForeignLayer,) if base is None else (ForeignMixing, base)))
     return module  # type: ignore[no-any-return]

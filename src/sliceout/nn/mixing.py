@@ -200,6 +200,10 @@ class Conv3d(_Conv, nn.Conv3d):
     _plain = nn.Conv3d
 
 
+LAYERS = (Linear, Conv1d, Conv2d, Conv3d)
+"""Those that torch's own layers become."""
+
+
 def _gain(axis: Axis | ConcatAxis) -> float | None:
     """The normalisation if it is one number along the whole axis."""
     gains = {s.gain for s in axis.slices}

@@ -1,8 +1,8 @@
-"""Sliced classes that are made on the fly: a plain class, what slices it, and a few class attributes.
+"""Sliced classes that are made on the fly: a plain class, the sliced classes in front of it, a few class attributes.
 
-A class that no module holds by name cannot be pickled by name. So each remembers what it was made of, and a pickle of
-one of its layers (see ``Sliced.__reduce_ex__``) holds that: the attributes must be hashable and can be pickled
-themselves. What else a class needs (properties, code) is made from them in ``__init_subclass__``.
+No module holds them by name, so they cannot be pickled by name. Each remembers what it was made from instead, and
+``Sliced.__reduce_ex__`` puts that into the pickle: attributes are values that can be hashed and pickled. What else a
+class needs (properties, code), ``__init_subclass__`` makes from them.
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ import functools
 from typing import Any
 
 from torch import nn
-
-MadeFrom = tuple[type[nn.Module], tuple[type, ...], tuple[tuple[str, Any], ...]]
-"""What a class was made of: its plain class, the sliced classes in front of it, its attributes."""
 
 
 def sliced_subclass(plain: type[nn.Module], *sliced: type, **attributes: Any) -> type[nn.Module]:
@@ -33,12 +30,7 @@ def _make(plain: Any, sliced: Any, attributes: Any) -> type[nn.Module]:
     return type(f"{sliced[0]._name_prefix}{plain.__name__}", (*sliced, plain), body)
 
 
-def made_from(made: type) -> MadeFrom | None:
-    """What a class was made of; ``None`` if it was written by hand."""
-    return vars(made).get("_made_from")
-
-
-def empty_layer(*parts: Any) -> nn.Module:
-    """A layer of the class made from these, without a state: for ``pickle`` to fill."""
-    made = _make(*parts)
+def empty_layer(*made_from: Any) -> nn.Module:
+    """A layer of the class that was made from these, for ``pickle`` to fill."""
+    made = _make(*made_from)
     return made.__new__(made)

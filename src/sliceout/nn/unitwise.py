@@ -194,7 +194,8 @@ class LayerScale(_Unitwise, nn.Module):
 class _Dropout(Sliced):
     """A dropout that rests while the units it would drop from are sliced."""
 
-    _needs_slices = True
+    def __init__(self, *args: Any, slice: Any, **kwargs: Any) -> None:
+        super().__init__(*args, slice=slice, **kwargs)
 
     def bind(self, axes: dict[str, Axis]) -> None:
         """Any slice will do: dropout has no size."""
@@ -226,3 +227,10 @@ class Dropout3d(_Dropout, nn.Dropout3d):
     """``nn.Dropout3d`` that rests while its slice is on."""
 
     _plain = nn.Dropout3d
+
+
+LAYERS = (
+    BatchNorm1d, BatchNorm2d, BatchNorm3d, GroupNorm, LayerNorm, RMSNorm, PReLU,
+    Dropout, Dropout1d, Dropout2d, Dropout3d,
+)  # fmt: skip
+"""Those that torch's own layers become."""
