@@ -65,8 +65,7 @@ class Sliced:
         _attach(self, given)
 
     def bind(self, axes: dict[str, Axis]) -> None:
-        """Accept the slices; raises before anything is changed."""
-        raise NotImplementedError
+        """Check that the slices fit, and raise if not. Here any will do: dropout has no size, a recipe has checked."""
 
     def takes(self) -> dict[str, Take]:
         """What is taken of which parameter while all slices are live, as far as its gradient may be compact."""

@@ -32,9 +32,6 @@ class RotaryValues(Sliced):
         if "_projection" in vars(cls):
             cls.forward = _rewritten_forward(cls._plain, cls._projection)  # type: ignore[arg-type, attr-defined]
 
-    def bind(self, axes: Any) -> None:
-        """Anything goes: the slice is that of the layer's own values."""
-
     def _by_head(self, values: Tensor, *shape: Any) -> Tensor:
         """``values.view(*shape)``, by heads of the width they have."""
         sizes = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)

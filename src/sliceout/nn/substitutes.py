@@ -31,9 +31,6 @@ class Substituting(Sliced):
         for name in vars(cls).get("_substituted", ()):
             setattr(cls, name, _property(name))
 
-    def bind(self, axes: dict[str, Axis]) -> None:
-        """Whoever chose the attributes has matched sizes already."""
-
 
 def _property(name: str) -> property:
     def get(self: Any) -> Any:

@@ -197,9 +197,6 @@ class _Dropout(Sliced):
     def __init__(self, *args: Any, slice: Any, **kwargs: Any) -> None:
         super().__init__(*args, slice=slice, **kwargs)
 
-    def bind(self, axes: dict[str, Axis]) -> None:
-        """Any slice will do: dropout has no size."""
-
     def forward(self, x: Tensor) -> Tensor:
         resting = self.training and self.axes["unit"].slice.sliced
         return x if resting else super().forward(x)  # type: ignore[misc, no-any-return]

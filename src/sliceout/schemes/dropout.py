@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..nn.base import Sliced
 from ..nn.subclass import sliced_subclass
-from ..slices import Axis, Slice
+from ..slices import Slice
 from .dropblock import drop_block
 
 DROPS = ("none", "standard", "spatial", "dropblock")
@@ -57,9 +57,6 @@ class Dropping(Sliced):
 
     roles = ("in",)
     _name_prefix = "Dropping"
-
-    def bind(self, axes: dict[str, Axis]) -> None:
-        """Nothing is cut: any size will do."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         s = self.axes["in"].slice

@@ -186,9 +186,6 @@ class PatchBlock(Sliced):
     _name_prefix = "Patch"
     _form: Form
 
-    def bind(self, axes: Any) -> None:
-        """The slices were made for this block."""
-
     def forward(self, x: Tensor) -> Tensor:
         row, col = self.slices
         if not self.training or not (row.sliced or col.sliced):
