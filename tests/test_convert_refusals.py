@@ -13,6 +13,7 @@ import sliceout
 import sliceout.conversion.convert as convert
 from models import build, call
 from networks import assert_same_state
+from sliceout.nn import plain_
 
 
 def mlp() -> nn.Sequential:
@@ -36,17 +37,17 @@ def test_a_conversion_that_fails_half_way_leaves_the_model_as_it_was(monkeypatch
     model, x = build(name)
     before, state = fingerprint(model), copy.deepcopy(model)
     calls = {"n": 0}
-    real = convert.slice_
+    real = convert.give_slices_
 
-    def failing(module, **settings):
+    def failing(module, *args):
         weight = next(module.parameters(), None)
         if weight is not None and weight.device.type != "meta":  # the dry run works; the model itself fails
             calls["n"] += 1
             if calls["n"] == nth:
                 raise RuntimeError("injected")
-        return real(module, **settings)
+        return real(module, *args)
 
-    monkeypatch.setattr(convert, "slice_", failing)
+    monkeypatch.setattr(convert, "give_slices_", failing)
     with pytest.raises(RuntimeError, match="injected"):
         sliceout.convert_(model, 0.5)
     assert fingerprint(model) == before
@@ -65,7 +66,7 @@ def test_a_conversion_that_fails_at_the_attention_modules_leaves_the_model_as_it
         touched = real(shadow, *args)
         if shadow is model:
             for module in touched:
-                convert._undo(module)
+                plain_(module)
             raise RuntimeError("injected")
         return touched
 

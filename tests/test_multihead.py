@@ -17,7 +17,7 @@ from oracle import exactly, mask, path
 from sliceout import Slice
 from sliceout.drawing import owner_of
 from sliceout.nn import plain_
-from sliceout.nn.attention import attend_
+from sliceout.nn.factory import give_slices_
 from sliceout.schemes.subset import Subset
 
 EMBED, HEADS = 24, 4
@@ -88,7 +88,7 @@ def make_attention(which, device, sampling="circular", **kwargs):
     with torch.no_grad():
         for p in m.parameters():
             p.mul_(EMBED**-0.5)  # so that scores and gradients are of order 1
-    attend_(m, axes(which, **settings)).to(device).train()
+    give_slices_(m, axes(which, **settings)).to(device).train()
     for s in m.slices:
         while s.kept[0] == 0:  # a slice that starts at 0 would hide much
             owner_of(s).draw_()
@@ -162,7 +162,7 @@ def test_unbatched_input_is_a_batch_of_one(which):
 @pytest.mark.parametrize("which", ["qk", "v", "both", "heads"])
 def test_eval_is_bit_identical_and_undoing_restores_the_class(which, device):
     plain = randomise(nn.MultiheadAttention(EMBED, HEADS, batch_first=True)).to(device)
-    m = attend_(copy.deepcopy(plain), axes(which))
+    m = give_slices_(copy.deepcopy(plain), axes(which))
     x = torch.randn(2, 5, EMBED, device=device)
     for need_weights in (False, True):
         for ours, theirs in zip(
@@ -197,7 +197,7 @@ def test_what_does_not_fit_is_refused_and_the_layer_untouched():
         ({**axes("heads"), **axes("v")}, "slice heads as a whole or inside, not both"),
     ):
         with pytest.raises(ValueError, match=message):
-            attend_(m, slices)
+            give_slices_(m, slices)
         assert type(m) is nn.MultiheadAttention
         assert m.__dict__.keys() == before.keys()
     for kwargs in ({"add_bias_kv": True}, {"add_zero_attn": True}):

@@ -23,10 +23,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 from torch.optim.swa_utils import update_bn
 
-from .compact import gradient_leaves
-from .conversion import recipes
 from .drawing import off_, on_
 from .drawing import slices as slices_of
+from .nn.base import Sliced
 
 
 class Schedule:
@@ -85,10 +84,9 @@ class Schedule:
                 on_(self.model)
                 for s, rate in self.rates.items():
                     s.rerate_(factor * rate)
-                recipes.rerated(self.model)
                 for layer in self.model.modules():
-                    if hasattr(layer, "_gradient_leaves"):
-                        gradient_leaves.refresh(layer)
+                    if isinstance(layer, Sliced):
+                        layer.widths_changed()
             self.factor = factor
         return factor
 

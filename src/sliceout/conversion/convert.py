@@ -10,10 +10,8 @@ import torch
 from torch import nn
 
 from ..drawing import Slices
-from ..nn.attention import attend_
 from ..nn.base import Sliced
-from ..nn.factory import plain_, slice_, sliced_class
-from ..nn.foreign import borrow_
+from ..nn.factory import give_slices_, plain_
 from ..schemes.dropout import DROPS
 from ..schemes.subset import Subset
 from ..slices import Axis, ConcatAxis, Slice, width_of
@@ -149,7 +147,7 @@ def revert_(model: nn.Module) -> nn.Module:
     if not found:
         raise ValueError(f"{type(model).__name__} has no sliced layer: nothing to revert")
     for module in found:
-        _undo(module)
+        plain_(module)
     return model
 
 
@@ -176,29 +174,13 @@ def _apply(model: nn.Module, groups: list[Group], make: Callable[[Group], Slice]
     done: list[nn.Module] = []
     try:
         for name, axes in roles.items():
-            if isinstance(modules[name], nn.MultiheadAttention):
-                attend_(modules[name], axes)
-            elif sliced_class(type(modules[name])) is None:
-                borrow_(modules[name], axes, dims[name])
-            else:
-                slice_(modules[name], in_slice=axes.get("in"), out_slice=axes.get("out"), slice=axes.get("unit"))
-            done.append(modules[name])
+            done.append(give_slices_(modules[name], axes, dims.get(name, 1)))
         done += recipes.adapt(model, groups, made)
     except BaseException:
         for module in done:
-            _undo(module)
+            plain_(module)
         raise
     return made
-
-
-def _undo(module: Any) -> None:
-    plain_(module)
-    for name in _EXTRAS:
-        vars(module).pop(name, None)
-
-
-_EXTRAS = ("_shown", "_unit_dim", "_own", "_numbers", "_projection")
-"""What layers with a forward of their own and attention modules keep beside their slices."""
 
 
 # -- checks and reasons ------------------------------------------------------------------------------------------------

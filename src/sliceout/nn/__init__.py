@@ -34,25 +34,7 @@ from .unitwise import (
 )
 
 __all__ = [
-    "BatchNorm1d",
-    "BatchNorm2d",
-    "BatchNorm3d",
-    "Conv1D",
-    "Conv1d",
-    "Conv2d",
-    "Conv3d",
-    "Dropout",
-    "Dropout1d",
-    "Dropout2d",
-    "Dropout3d",
-    "GroupNorm",
-    "LayerNorm",
-    "LayerScale",
-    "Linear",
-    "MultiheadAttention",
-    "PReLU",
-    "RMSNorm",
-    "Sliced",
-    "plain_",
-    "slice_",
-]
+    "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "Conv1D", "Conv1d", "Conv2d", "Conv3d", "Dropout", "Dropout1d",
+    "Dropout2d", "Dropout3d", "GroupNorm", "LayerNorm", "LayerScale", "Linear", "MultiheadAttention", "PReLU",
+    "RMSNorm", "Sliced", "plain_", "slice_",
+]  # fmt: skip

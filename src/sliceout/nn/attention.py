@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..ops import take
 from ..slices import Axis, Take
-from .base import Sliced, _attach, _autocast_dtype, _check_size, adopt
+from .base import Sliced, _autocast_dtype, _check_size
 
 
 class MultiheadAttention(Sliced, nn.MultiheadAttention):
@@ -32,12 +32,6 @@ class MultiheadAttention(Sliced, nn.MultiheadAttention):
 
     _plain = nn.MultiheadAttention
     roles = ("qk", "v", "heads")
-
-    def __init__(
-        self, *args: Any, qk_slice: Any = None, v_slice: Any = None, heads_slice: Any = None, **kwargs: Any
-    ) -> None:
-        nn.MultiheadAttention.__init__(self, *args, **kwargs)
-        _attach(self, {"qk": qk_slice, "v": v_slice, "heads": heads_slice})
 
     def bind(self, axes: dict[str, Axis]) -> None:
         for role, axis in axes.items():
@@ -137,10 +131,3 @@ def _additive(mask: Tensor, q: Tensor) -> Tensor:
     if mask.dtype != torch.bool:
         return mask.to(q.dtype)
     return torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask, float("-inf"))
-
-
-def attend_(module: nn.MultiheadAttention, axes: dict[str, Axis]) -> nn.Module:
-    """Give a plain ``nn.MultiheadAttention`` slices, in place."""
-    MultiheadAttention.bind(module, axes)  # type: ignore[arg-type]
-    adopt(module, MultiheadAttention, axes)
-    return module

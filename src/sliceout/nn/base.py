@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 from typing import Any
 
@@ -13,16 +14,43 @@ from .. import compact, drawing, stepping
 from ..compact import gradient_leaves
 from ..ops import GradientLeaf
 from ..slices import Axis, ConcatAxis, Slice, Take
+from .subclass import empty_layer
+
+
+class _Signature:
+    """What ``help`` shows of a layer's arguments: those of the plain class, then the slices."""
+
+    def __get__(self, layer: Any, kind: Any) -> inspect.Signature | None:
+        if layer is not None or kind.__init__ is not Sliced.__init__ or not hasattr(kind, "_plain"):
+            return None  # inspect looks for itself
+        plain = inspect.signature(kind._plain)
+        slices = [inspect.Parameter(_argument(r), inspect.Parameter.KEYWORD_ONLY, default=None) for r in kind.roles]
+        return plain.replace(parameters=sorted([*plain.parameters.values(), *slices], key=lambda p: p.kind))
 
 
 class Sliced:
-    """What all sliced layers share: where their slices are kept, moved, saved and printed."""
+    """What all sliced layers share: where their slices are kept, moved, saved and printed.
+
+    A layer is made with the arguments of its plain class and one keyword for each of its ``roles``: ``in_slice``,
+    ``out_slice``, or ``slice`` for the role ``unit``. Each is a :class:`~sliceout.Slice` or an axis of one.
+    """
+
+    __signature__ = _Signature()
 
     _plain: type[nn.Module]
     """The class this one adds slices to; :func:`plain_` goes back to it."""
 
+    _name_prefix = "Sliced"
+    """How the names of classes begin that ``sliced_subclass`` makes of this one."""
+
     roles: tuple[str, ...] = ("unit",)
     """The axes this layer has; see ``axes``."""
+
+    _kept_for_slices: tuple[str, ...] = ("axes",)
+    """Attributes of a layer that its plain class knows nothing of."""
+
+    _made_anew: tuple[str, ...] = ("_gradient_leaves",)
+    """More of them, which a layer makes for itself and a copy of it anew."""
 
     training: bool
     axes: dict[str, Axis]
@@ -31,13 +59,21 @@ class Sliced:
     _gradient_leaves: dict[str, GradientLeaf] = {}  # noqa: RUF012 (replaced, never changed)
     """What receives compact gradients in compiled graphs; see ``sliceout.compact.gradient_leaves``."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = {role: kwargs.pop(_argument(role), None) for role in self.roles}
+        super().__init__(*args, **kwargs)
+        _attach(self, given)
+
     def bind(self, axes: dict[str, Axis]) -> None:
-        """Accept the slices; raises before anything is changed."""
-        raise NotImplementedError
+        """Check that the slices fit, and raise if not. Here any will do: dropout has no size, a recipe has checked."""
 
     def takes(self) -> dict[str, Take]:
         """What is taken of which parameter while all slices are live, as far as its gradient may be compact."""
         return {}
+
+    def widths_changed(self) -> None:
+        """Refresh what depends on the widths of the slices; called after a change of rates."""
+        gradient_leaves.refresh(self)
 
     @property
     def slices(self) -> list[Slice]:
@@ -69,20 +105,19 @@ class Sliced:
         gradient_leaves.refresh(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return _without_its_own(super().__getstate__())
+        return self._without_made_anew(super().__getstate__())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        from .factory import _made, _rebuild
-
-        plain = type(self)._plain
-        if _made.get(plain) is type(self):  # a class made on the fly cannot be pickled by name
-            return _rebuild, (plain,), self.__getstate__()
-        return super().__reduce_ex__(protocol)
+        parts = vars(type(self)).get("_made_from")  # a class made on the fly cannot be pickled by name
+        return super().__reduce_ex__(protocol) if parts is None else (empty_layer, parts, self.__getstate__())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo[id(self)] = type(self).__new__(type(self))  # as parametrized layers do it, which refuse to pickle
-        copied.__setstate__(copy.deepcopy(_without_its_own(self.__dict__), memo))
+        copied.__setstate__(copy.deepcopy(self._without_made_anew(self.__dict__), memo))
         return copied
+
+    def _without_made_anew(self, state: Any) -> dict[str, Any]:
+        return {key: value for key, value in state.items() if key not in self._made_anew}
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
@@ -138,14 +173,6 @@ def watch(layer: Any) -> None:
     stepping.observe_optimizers()
     if any(s.grads == "compact" for s in layer.slices):
         compact.observe()
-
-
-ITS_OWN = ("_gradient_leaves", "_statistics")
-"""What a layer makes for itself, and a copy of it anew."""
-
-
-def _without_its_own(state: Any) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if key not in ITS_OWN}
 
 
 def adopt(module: nn.Module, made: type[nn.Module], axes: dict[str, Axis]) -> None:

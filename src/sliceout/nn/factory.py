@@ -7,28 +7,16 @@ from typing import Any
 from torch import nn
 
 from .. import drawing
-from .base import ITS_OWN, Sliced, _argument, _axes, adopt, place_after_loading
-from .mixing import Conv1D, Conv1d, Conv2d, Conv3d, Linear
-from .unitwise import (
-    BatchNorm1d,
-    BatchNorm2d,
-    BatchNorm3d,
-    Dropout,
-    Dropout1d,
-    Dropout2d,
-    Dropout3d,
-    GroupNorm,
-    LayerNorm,
-    LayerScale,
-    PReLU,
-    RMSNorm,
-)
+from ..slices import Axis
+from . import mixing, unitwise
+from .attention import MultiheadAttention
+from .base import Sliced, _argument, _axes, adopt, place_after_loading
+from .foreign import slice_foreign_
+from .subclass import sliced_subclass
 
-_SLICED = (
-    Linear, Conv1d, Conv2d, Conv3d, BatchNorm1d, BatchNorm2d, BatchNorm3d, GroupNorm, LayerNorm, RMSNorm, PReLU,
-    Dropout, Dropout1d, Dropout2d, Dropout3d,
-)  # fmt: skip
-_DUCKS = {("transformers", "Conv1D"): Conv1D, ("timm", "LayerScale"): LayerScale}  # by name: the core needs neither
+_SLICED = (*mixing.LAYERS, *unitwise.LAYERS)
+_DUCKS = {("transformers", "Conv1D"): mixing.Conv1D, ("timm", "LayerScale"): unitwise.LayerScale}
+"""By library and name: the core needs neither."""
 
 
 def sliced_class(plain: type[nn.Module]) -> type[nn.Module] | None:
@@ -36,8 +24,6 @@ def sliced_class(plain: type[nn.Module]) -> type[nn.Module] | None:
 
     A subclass of a torch layer qualifies if it computes what that layer does, that is, leaves ``forward`` alone.
     """
-    if plain in _made:
-        return _made[plain]
     if issubclass(plain, Sliced):
         return None
     for sliced in _SLICED:
@@ -47,60 +33,64 @@ def sliced_class(plain: type[nn.Module]) -> type[nn.Module] | None:
         if issubclass(plain, base) and all(
             getattr(plain, f, None) is getattr(base, f, None) for f in ("forward", "_conv_forward")
         ):
-            return _make(plain, sliced)
+            return sliced_subclass(plain, sliced)
     duck = _DUCKS.get((plain.__module__.partition(".")[0], plain.__name__))
-    return _make(plain, duck) if duck is not None else None
+    return None if duck is None else sliced_subclass(plain, duck)
 
 
-_made: dict[type[nn.Module], Any] = {}
+def _class_for(module: nn.Module) -> Any:
+    """The sliced class for a module, torch's attention included, which has roles of its own that no trace finds."""
+    if isinstance(module, Sliced):
+        raise ValueError(f"{type(module).__name__} is sliced already: call plain_ on it first")
+    return MultiheadAttention if type(module) is nn.MultiheadAttention else sliced_class(type(module))
 
 
-def _make(plain: type[nn.Module], sliced: Any) -> type[nn.Module]:
-    _made[plain] = type(f"Sliced{plain.__name__}", (sliced, plain), {"_plain": plain, "__doc__": sliced.__doc__})
-    return _made[plain]
-
-
-def _rebuild(plain: type[nn.Module]) -> nn.Module:
-    made = sliced_class(plain)
-    assert made is not None
-    return made.__new__(made)
-
-
-def slice_(module: nn.Module, *, in_slice: Any = None, out_slice: Any = None, slice: Any = None) -> nn.Module:
+def slice_(module: nn.Module, **slices: Any) -> nn.Module:
     """Give a plain layer slices, in place: the same object, parameters and keys under a sliced class.
 
     Args:
-        module: a layer of a kind listed in this module.
-        in_slice, out_slice: a :class:`Slice` or :class:`Axis`, for layers that mix units (linear, convolution).
-        slice: the same for layers that treat each unit by itself (norms, PReLU, layer scale).
+        module: a layer of a kind that ``sliceout.nn`` has.
+        slices: a :class:`Slice` or :class:`Axis` by the argument that the sliced class has for it: ``in_slice`` and
+            ``out_slice`` for layers that mix units (linear, convolution), ``slice`` for those that treat each unit by
+            itself (norms, PReLU, dropout), ``qk_slice`` and ``v_slice``, or ``heads_slice``, for attention.
     """
-    name = type(module).__name__
-    if isinstance(module, Sliced):
-        raise ValueError(f"{name} is sliced already: call plain_ on it first")
-    made: Any = sliced_class(type(module))
+    name, made = type(module).__name__, _class_for(module)
     if made is None:
-        known = sorted(c.__name__ for c in (*_SLICED, *_DUCKS.values()))
+        known = sorted(c.__name__ for c in (*_SLICED, MultiheadAttention, *_DUCKS.values()))
         raise TypeError(f"{name} has no sliced form: there is one for {', '.join(known)}")
-    axes = _axes({"in": in_slice, "out": out_slice, "unit": slice})
-    if not axes or not axes.keys() <= set(made.roles):
-        given = ", ".join(_argument(role) for role in axes) or "no slice"
-        raise TypeError(f"{name} was given {given}: it takes {' and '.join(_argument(r) for r in made.roles)}")
+    roles = {_argument(role): role for role in made.roles}
+    given = {argument: s for argument, s in slices.items() if s is not None}
+    if not given or not given.keys() <= roles.keys():
+        raise TypeError(f"{name} was given {', '.join(given) or 'no slice'}: it takes {' and '.join(roles)}")
+    return give_slices_(module, _axes({roles[argument]: s for argument, s in given.items()}))
+
+
+def give_slices_(module: nn.Module, axes: dict[str, Axis], dim: int = 1) -> nn.Module:
+    """Give any plain module that a trace found fit for them the slices of these roles, in place.
+
+    Args:
+        module: of a kind that :func:`slice_` knows, or a layer with a forward of its own.
+        axes: by role.
+        dim: dimension of the input along which the units lie, for a unitwise layer with a forward of its own.
+    """
+    made = _class_for(module)
+    if made is None:
+        return slice_foreign_(module, axes, dim)
     made.bind(module, axes)
     adopt(module, made, axes)
     return module
 
 
 def plain_(module: nn.Module) -> nn.Module:
-    """Undo :func:`slice_`: the original class again, in place."""
+    """Take the slices of a module away, in place: the original class and attributes again."""
     if not isinstance(module, Sliced):
         raise TypeError(f"{type(module).__name__} is not sliced")
     plain: Any = type(module)._plain
     if plain is nn.Module or "_plain" not in vars(type(module)):  # a subclass of a sliced layer is more than that layer
         raise TypeError(f"{type(module).__name__} was made sliced and has no plain form to return to")
     drawing.unregister(module)
-    del module.axes
-    for made in ITS_OWN:
-        vars(module).pop(made, None)
+    for name in (*module._kept_for_slices, *module._made_anew):
+        vars(module).pop(name, None)
     hooks: Any = module._load_state_dict_post_hooks
     for key in [k for k, hook in hooks.items() if hook is place_after_loading]:
         del hooks[key]

@@ -52,10 +52,6 @@ class Linear(_Mixing, nn.Linear):
 
     _plain = nn.Linear
 
-    def __init__(self, *args: Any, in_slice: Any = None, out_slice: Any = None, **kwargs: Any) -> None:
-        nn.Linear.__init__(self, *args, **kwargs)
-        _attach(self, {"in": in_slice, "out": out_slice})
-
     def bind(self, axes: dict[str, Axis]) -> None:
         _check_size(self, axes.get("in"), self.in_features, "in_features")
         _check_size(self, axes.get("out"), self.out_features, "out_features")
@@ -175,10 +171,6 @@ class Conv1d(_Conv, nn.Conv1d):
 
     _plain = nn.Conv1d
 
-    def __init__(self, *args: Any, in_slice: Any = None, out_slice: Any = None, **kwargs: Any) -> None:
-        nn.Conv1d.__init__(self, *args, **kwargs)
-        _attach(self, {"in": in_slice, "out": out_slice})
-
 
 class Conv2d(_Conv, nn.Conv2d):
     """``nn.Conv2d`` with slices on its channels.
@@ -193,19 +185,15 @@ class Conv2d(_Conv, nn.Conv2d):
 
     _plain = nn.Conv2d
 
-    def __init__(self, *args: Any, in_slice: Any = None, out_slice: Any = None, **kwargs: Any) -> None:
-        nn.Conv2d.__init__(self, *args, **kwargs)
-        _attach(self, {"in": in_slice, "out": out_slice})
-
 
 class Conv3d(_Conv, nn.Conv3d):
     """``nn.Conv3d`` with slices on its channels."""
 
     _plain = nn.Conv3d
 
-    def __init__(self, *args: Any, in_slice: Any = None, out_slice: Any = None, **kwargs: Any) -> None:
-        nn.Conv3d.__init__(self, *args, **kwargs)
-        _attach(self, {"in": in_slice, "out": out_slice})
+
+LAYERS = (Linear, Conv1d, Conv2d, Conv3d)
+"""Those that torch's own layers become."""
 
 
 def _gain(axis: Axis | ConcatAxis) -> float | None:

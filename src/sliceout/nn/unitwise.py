@@ -32,6 +32,7 @@ class _Unitwise(Sliced):
 class _BatchNorm(_Unitwise):
     """Batch norm over the kept channels; the running statistics of the others stay as they are."""
 
+    _made_anew = (*Sliced._made_anew, "_statistics")
     running_mean: Tensor | None
     running_var: Tensor | None
     num_batches_tracked: Tensor | None
@@ -93,19 +94,11 @@ class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
 
     _plain = nn.BatchNorm1d
 
-    def __init__(self, *args: Any, slice: Any = None, **kwargs: Any) -> None:
-        nn.BatchNorm1d.__init__(self, *args, **kwargs)
-        _attach(self, {"unit": slice})
-
 
 class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
     """``nn.BatchNorm2d`` over a sliced axis."""
 
     _plain = nn.BatchNorm2d
-
-    def __init__(self, *args: Any, slice: Any = None, **kwargs: Any) -> None:
-        nn.BatchNorm2d.__init__(self, *args, **kwargs)
-        _attach(self, {"unit": slice})
 
 
 class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
@@ -113,19 +106,11 @@ class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
 
     _plain = nn.BatchNorm3d
 
-    def __init__(self, *args: Any, slice: Any = None, **kwargs: Any) -> None:
-        nn.BatchNorm3d.__init__(self, *args, **kwargs)
-        _attach(self, {"unit": slice})
-
 
 class GroupNorm(_Unitwise, nn.GroupNorm):
     """``nn.GroupNorm`` over a slice of whole groups, or over the same slice inside every group."""
 
     _plain = nn.GroupNorm
-
-    def __init__(self, *args: Any, slice: Any = None, **kwargs: Any) -> None:
-        nn.GroupNorm.__init__(self, *args, **kwargs)
-        _attach(self, {"unit": slice})
 
     def bind(self, axes: dict[str, Axis]) -> None:
         axis = axes["unit"]
@@ -151,10 +136,6 @@ class LayerNorm(_Unitwise, nn.LayerNorm):
 
     _plain = nn.LayerNorm
 
-    def __init__(self, *args: Any, slice: Any = None, **kwargs: Any) -> None:
-        nn.LayerNorm.__init__(self, *args, **kwargs)
-        _attach(self, {"unit": slice})
-
     def bind(self, axes: dict[str, Axis]) -> None:
         _check_last(self, axes["unit"], self.normalized_shape)
 
@@ -171,10 +152,6 @@ class RMSNorm(_Unitwise, nn.RMSNorm):
 
     _plain = nn.RMSNorm
 
-    def __init__(self, *args: Any, slice: Any = None, **kwargs: Any) -> None:
-        nn.RMSNorm.__init__(self, *args, **kwargs)
-        _attach(self, {"unit": slice})
-
     def bind(self, axes: dict[str, Axis]) -> None:
         _check_last(self, axes["unit"], self.normalized_shape)
 
@@ -189,10 +166,6 @@ class PReLU(_Unitwise, nn.PReLU):
     """``nn.PReLU`` with one parameter per unit of a sliced dimension 1."""
 
     _plain = nn.PReLU
-
-    def __init__(self, *args: Any, slice: Any = None, **kwargs: Any) -> None:
-        nn.PReLU.__init__(self, *args, **kwargs)
-        _attach(self, {"unit": slice})
 
     def bind(self, axes: dict[str, Axis]) -> None:
         _check_size(self, axes["unit"], self.num_parameters, "num_parameters")
@@ -225,8 +198,8 @@ class LayerScale(_Unitwise, nn.Module):
 class _Dropout(Sliced):
     """A dropout that rests while the units it would drop from are sliced."""
 
-    def bind(self, axes: dict[str, Axis]) -> None:
-        """Any slice will do: dropout has no size."""
+    def __init__(self, *args: Any, slice: Any, **kwargs: Any) -> None:
+        super().__init__(*args, slice=slice, **kwargs)
 
     def forward(self, x: Tensor) -> Tensor:
         resting = self.training and self.axes["unit"].slice.sliced
@@ -238,19 +211,11 @@ class Dropout(_Dropout, nn.Dropout):
 
     _plain = nn.Dropout
 
-    def __init__(self, *args: Any, slice: Any, **kwargs: Any) -> None:
-        nn.Dropout.__init__(self, *args, **kwargs)
-        _attach(self, {"unit": slice})
-
 
 class Dropout1d(_Dropout, nn.Dropout1d):
     """``nn.Dropout1d`` that rests while its slice is on."""
 
     _plain = nn.Dropout1d
-
-    def __init__(self, *args: Any, slice: Any, **kwargs: Any) -> None:
-        nn.Dropout1d.__init__(self, *args, **kwargs)
-        _attach(self, {"unit": slice})
 
 
 class Dropout2d(_Dropout, nn.Dropout2d):
@@ -258,16 +223,15 @@ class Dropout2d(_Dropout, nn.Dropout2d):
 
     _plain = nn.Dropout2d
 
-    def __init__(self, *args: Any, slice: Any, **kwargs: Any) -> None:
-        nn.Dropout2d.__init__(self, *args, **kwargs)
-        _attach(self, {"unit": slice})
-
 
 class Dropout3d(_Dropout, nn.Dropout3d):
     """``nn.Dropout3d`` that rests while its slice is on."""
 
     _plain = nn.Dropout3d
 
-    def __init__(self, *args: Any, slice: Any, **kwargs: Any) -> None:
-        nn.Dropout3d.__init__(self, *args, **kwargs)
-        _attach(self, {"unit": slice})
+
+LAYERS = (
+    BatchNorm1d, BatchNorm2d, BatchNorm3d, GroupNorm, LayerNorm, RMSNorm, PReLU,
+    Dropout, Dropout1d, Dropout2d, Dropout3d,
+)  # fmt: skip
+"""Those that torch's own layers become."""

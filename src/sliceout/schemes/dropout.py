@@ -16,7 +16,6 @@ what it always did. Several readers of one activation draw a mask each; one that
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..nn.base import Sliced
-from ..slices import Axis, Slice
+from ..nn.subclass import sliced_subclass
+from ..slices import Slice
 from .dropblock import drop_block
 
 DROPS = ("none", "standard", "spatial", "dropblock")
@@ -56,18 +56,13 @@ class Dropping(Sliced):
     """A layer that drops from its input before it reads it."""
 
     roles = ("in",)
-
-    def bind(self, axes: dict[str, Axis]) -> None:
-        """Nothing is cut: any size will do."""
+    _name_prefix = "Dropping"
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         s = self.axes["in"].slice
         if self.training and s.on and s.rate:
             x = _DROP[s.sampling](x, s.rate, self)
         return super().forward(x, *args, **kwargs)  # type: ignore[misc]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (type(self)._plain,), self.__getstate__()  # type: ignore[attr-defined]
 
 
 def _spatial(x: Tensor, rate: float, layer: Any) -> Tensor:
@@ -88,11 +83,6 @@ _DROP: dict[str, Callable[[Tensor, float, Any], Tensor]] = {
 }
 
 
-@functools.cache
-def dropping_class(plain: Any) -> type[nn.Module]:
-    return type(f"Dropping{plain.__name__}", (Dropping, plain), {"_plain": plain, "__doc__": plain.__doc__})
-
-
-def _rebuild(plain: Any) -> nn.Module:
-    made = dropping_class(plain)
-    return made.__new__(made)
+def dropping_class(plain: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of a layer class that drops from its input."""
+    return sliced_subclass(plain, Dropping)

@@ -22,7 +22,6 @@ Both starts, row and column, are slices like all others: in device memory, redra
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -32,6 +31,7 @@ from torch import Tensor, nn
 
 from .. import stepping
 from ..nn.base import Sliced, adopt
+from ..nn.subclass import sliced_subclass
 from ..ops import host_knows_start
 from ..ops.placement import is_channels_last
 from ..slices import Slice
@@ -183,10 +183,8 @@ class PatchBlock(Sliced):
     """A residual block whose branch sees one window of its input while it trains."""
 
     roles = ("row", "col")
+    _name_prefix = "Patch"
     _form: Form
-
-    def bind(self, axes: Any) -> None:
-        """The slices were made for this block."""
 
     def forward(self, x: Tensor) -> Tensor:
         row, col = self.slices
@@ -195,9 +193,6 @@ class PatchBlock(Sliced):
         if not torch.compiler.is_compiling() and not row.owner.drawn:
             stepping.check_drawn(row.owner, next(self.parameters()))  # type: ignore[attr-defined]
         return windowed(self, self._form, x, row, col)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (type(self)._plain, self._form), self.__getstate__()  # type: ignore[attr-defined]
 
 
 def windowed(block: Any, form: Form, x: Tensor, row: Any, col: Any) -> Tensor:
@@ -218,17 +213,6 @@ def windowed(block: Any, form: Form, x: Tensor, row: Any, col: Any) -> Tensor:
 
 def patch_(block: nn.Module, form: Form, row: Side, col: Side) -> nn.Module:
     """Let the branch of a residual block see the window of ``row`` and ``col``, in place."""
-    plain: Any = type(block)
-    adopt(block, _patched(plain, form), {"row": row.axis(), "col": col.axis()})
+    made = sliced_subclass(type(block), PatchBlock, _form=form)
+    adopt(block, made, {"row": row.axis(), "col": col.axis()})
     return block
-
-
-@functools.cache
-def _patched(plain: Any, form: Form) -> type[nn.Module]:
-    body = {"_plain": plain, "_form": form, "__doc__": plain.__doc__}
-    return type(f"Patch{plain.__name__}", (PatchBlock, plain), body)
-
-
-def _rebuild(plain: Any, form: Form) -> nn.Module:
-    made = _patched(plain, form)
-    return made.__new__(made)

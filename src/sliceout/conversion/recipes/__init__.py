@@ -47,11 +47,6 @@ def adapt(model: nn.Module, groups: list[Group], made: dict[Group, Slice]) -> li
     return _attention.adapt(model, groups, made)
 
 
-def rerated(model: nn.Module) -> None:
-    """Let everything that was computed from widths follow slices whose rates have changed."""
-    _attention.rerated(model)
-
-
 def refuses(group: Group, width: int, before: Trace, after: Trace) -> str | None:
     """What a recipe has against a group that was tried, judging by the traces of the full and the sliced model."""
     return _attention.refuses(group, width, before, after)

@@ -8,17 +8,16 @@ softmax temperature. Those become properties that follow the slice, so the model
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import Any
 
 from torch import nn
 
-from ...nn.base import Sliced, adopt
+from ...nn.attention_numbers import WidthPower, follow_width_
+from ...nn.base import Sliced
+from ...nn.rotary_values import slice_rotary_values_
 from ...slices import Slice
 from ..groups import RIVAL, Group, Member
 from ..trace import Trace
-from .rotary import split_off_values_
 
 INSIDE = ("head_dim", "head_size", "attention_head_size", "dim_head", "d_kv", "key_value_proj_dim", "attn_head_dim",
           "dim_per_head", "d_head", "per_head_dim", "hidden_size_per_attention_head")  # fmt: skip
@@ -109,85 +108,35 @@ def adapt(model: nn.Module, groups: list[Group], made: dict[Group, Slice]) -> li
         for name in group.contracted or group.batched:
             if isinstance(modules[name], nn.MultiheadAttention):
                 continue
-            numbers = _numbers(modules[name], made[group], bool(group.contracted))
+            numbers = _numbers(modules[name], made[group].size, bool(group.contracted))
             if numbers and not isinstance(modules[name], Sliced):
-                _follow(modules[name], made[group], numbers)
-                touched.append(modules[name])
+                touched.append(follow_width_(modules[name], made[group], numbers))
     for group in groups:
         if group.kind == "attention" and not group.contracted and not group.batched and group.partner is None:
             home, _, projection = group.name.rpartition(".")
             module = modules[home]
             if isinstance(module, nn.MultiheadAttention):
                 continue
-            if not isinstance(module, Sliced) and split_off_values_(module, projection, made[group]):
+            if not isinstance(module, Sliced) and slice_rotary_values_(module, projection, made[group]):
                 touched.append(module)
     return touched
 
 
-def _numbers(module: nn.Module, s: Slice, inside: bool) -> dict[str, float]:
-    """What the attributes of an attention module become while it is sliced."""
-    out: dict[str, float] = {}
+def _numbers(module: nn.Module, size: int, inside: bool) -> dict[str, WidthPower]:
+    """The attributes of an attention module that depend on the width of a slice of ``size`` units, and how."""
+    out: dict[str, WidthPower] = {}
     own = vars(module)
     exact, scaled = (INSIDE, TOTAL) if inside else (HEADS, TOTAL)
     for name in exact:
-        if own.get(name) == s.size:
-            out[name] = s.width
+        if own.get(name) == size:
+            out[name] = WidthPower()
     for name in scaled:
         value = own.get(name)
-        if isinstance(value, int) and value % s.size == 0:
-            out[name] = value // s.size * s.width
+        if isinstance(value, int) and value % size == 0:
+            out[name] = WidthPower(times=value // size)
     if inside:
         for name in SCALES:
             for exponent in (-0.5, 0.5):
-                if isinstance(own.get(name), float) and math.isclose(own[name], s.size**exponent, rel_tol=1e-6):
-                    out[name] = s.width**exponent
+                if isinstance(own.get(name), float) and math.isclose(own[name], size**exponent, rel_tol=1e-6):
+                    out[name] = WidthPower(exponent=exponent)
     return out
-
-
-class Following(Sliced):
-    """A module some of whose numbers follow a slice. They stay in its ``__dict__``, hidden by properties."""
-
-    _own: dict[str, Any]
-    _numbers: dict[str, Any]
-
-    def bind(self, axes: Any) -> None:
-        """Anything goes: the numbers were computed from this slice."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (type(self)._plain, tuple(self._numbers)), self.__getstate__()  # type: ignore[attr-defined]
-
-
-def rerated(model: nn.Module) -> None:
-    """The numbers of attention modules whose slices have changed their widths."""
-    for module in model.modules():
-        if isinstance(module, Following):
-            s = module.axes["unit"].slice
-            both = (_numbers(module, s, inside) for inside in (True, False))
-            module._numbers = next(numbers for numbers in both if numbers.keys() == module._numbers.keys())
-
-
-def _follow(module: Any, s: Slice, numbers: dict[str, float]) -> None:
-    module._own, module._numbers = {name: vars(module)[name] for name in numbers}, numbers
-    adopt(module, _following(type(module), tuple(numbers)), {"unit": s.axis()})  # type: ignore[arg-type]
-
-
-@functools.cache
-def _following(plain: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    body: dict[str, Any] = {name: _property(name) for name in names}
-    return type(f"Sliced{plain.__name__}", (Following, plain), {**body, "_plain": plain, "__doc__": plain.__doc__})
-
-
-def _rebuild(plain: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
-    made = _following(plain, names)  # type: ignore[arg-type]
-    return made.__new__(made)
-
-
-def _property(name: str) -> property:
-    def get(self: Any) -> Any:
-        live = self.training and self.axes["unit"].slice.sliced
-        return self._numbers[name] if live else self._own[name]
-
-    def put(self: Any, value: Any) -> None:
-        self._own[name] = self.__dict__[name] = value
-
-    return property(get, put)

@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...conversion.convert import _undo
+from ...nn.attention_numbers import AttentionNumbers
 from ...nn.base import Sliced
-from ...nn.foreign import _NUMBERS as BORROWED
-from ...nn.foreign import _smaller
+from ...nn.factory import plain_
+from ...nn.foreign import NUMBERS, smaller
+from ...nn.rotary_values import RotaryValues
 from ...slices import Axis
 from .. import LabError
 
@@ -37,9 +38,9 @@ def narrow_(model: nn.Module) -> nn.Module:
 
 
 def _cut(module: Any, axes: dict[str, Axis]) -> None:
-    if {"_numbers", "_projection"} & vars(module).keys() or isinstance(module, nn.MultiheadAttention):
+    if isinstance(module, AttentionNumbers | RotaryValues | nn.MultiheadAttention):
         raise NotImplementedError(f"{type(module).__name__} counts its units by itself")
-    _undo(module)
+    plain_(module)
     if isinstance(module, nn.modules.dropout._DropoutNd):
         module.p = 0.0  # it rested
     elif "unit" in axes:
@@ -49,8 +50,8 @@ def _cut(module: Any, axes: dict[str, Axis]) -> None:
             module,
             {n: {t.shape.index(axis.size): axis.kept} for n, t in held if t is not None and axis.size in t.shape},
         )
-        for name in (n for n in BORROWED if n in vars(module)):
-            setattr(module, name, _smaller(name, getattr(module, name), axis))
+        for name in (n for n in NUMBERS if n in vars(module)):
+            setattr(module, name, smaller(name, getattr(module, name), axis))
     else:
         _cut_mixing(module, axes)
 

@@ -86,8 +86,8 @@ def kind_of(name: str, ours: frozenset[str] = frozenset()) -> str:
 
 def our_kernels() -> frozenset[str]:
     """The names under which a profiler shows the library's Triton kernels."""
-    from ...ops import kernels
     from ...compact import kernels as updates
+    from ...ops import kernels
 
     return frozenset(
         n for m in (kernels, updates) for n, f in vars(m).items() if hasattr(f, "fn") and hasattr(f, "run")

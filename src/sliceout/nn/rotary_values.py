@@ -16,20 +16,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...nn.base import Sliced, adopt
-from ...slices import Slice
+from ..slices import Slice
+from .base import Sliced, adopt
+from .subclass import sliced_subclass
 
 
-class ValuesApart(Sliced):
+class RotaryValues(Sliced):
     """An attention layer whose values may have a width of their own."""
 
     _projection: str
+    """The attribute that projects to values; a class whose forward is rewritten for it says so."""
 
-    def bind(self, axes: Any) -> None:
-        """Anything goes: the slice is that of the layer's own values."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (type(self)._plain, self._projection), self.__getstate__()  # type: ignore[attr-defined]
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "_projection" in vars(cls):
+            cls.forward = _rewritten_forward(cls._plain, cls._projection)  # type: ignore[arg-type, attr-defined]
 
     def _by_head(self, values: Tensor, *shape: Any) -> Tensor:
         """``values.view(*shape)``, by heads of the width they have."""
@@ -40,18 +41,18 @@ class ValuesApart(Sliced):
         return values.view(sizes)
 
 
-def split_off_values_(module: Any, projection: str, s: Slice) -> bool:
+def slice_rotary_values_(module: nn.Module, projection: str, s: Slice) -> bool:
     """Let the output of ``module.<projection>`` be viewed by the width of ``s``; false if the code forbids it."""
-    made = _made(type(module), projection)  # type: ignore[arg-type]
-    if made is None:
+    plain: Any = type(module)
+    if _rewritten_forward(plain, projection) is None:
         return False
-    module._projection = projection
-    adopt(module, made, {"unit": s.axis()})
+    adopt(module, sliced_subclass(plain, RotaryValues, _projection=projection), {"unit": s.axis()})
     return True
 
 
 @functools.cache
-def _made(plain: type[nn.Module], projection: str) -> type[nn.Module] | None:
+def _rewritten_forward(plain: Any, projection: str) -> Any:
+    """The forward of ``plain`` with that one call replaced; ``None`` if it cannot be."""
     forward: Any = inspect.unwrap(plain.forward)
     if forward.__code__.co_freevars:
         return None
@@ -71,8 +72,7 @@ def _made(plain: type[nn.Module], projection: str) -> type[nn.Module] | None:
     ast.fix_missing_locations(tree)
     made: dict[str, Any] = {}
     exec(compile(tree, inspect.getfile(forward), "exec"), forward.__globals__, made)
-    body = {"forward": made["forward"], "_plain": plain, "__doc__": plain.__doc__}
-    return type(f"Sliced{plain.__name__}", (ValuesApart, plain), body)
+    return made["forward"]
 
 
 class _Change(ast.NodeTransformer):
@@ -92,9 +92,3 @@ class _Change(ast.NodeTransformer):
             method = ast.Attribute(ast.Name("self", ast.Load()), "_by_head", ast.Load())
             return ast.Call(method, [inner, *node.args], node.keywords)
         return node
-
-
-def _rebuild(plain: type[nn.Module], projection: str) -> nn.Module:
-    made = _made(plain, projection)  # type: ignore[arg-type]
-    assert made is not None
-    return made.__new__(made)
