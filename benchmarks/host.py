@@ -43,7 +43,7 @@ def build(kind: str, sampling: str, compiled: bool) -> list[Callable[[], Any]]:
     import torch.nn.functional as F
 
     import sliceout
-    from sliceout.lab import models
+    from sliceout_lab import models
 
     torch.manual_seed(0)
     net = models.build("wrn-28-1")
@@ -127,11 +127,11 @@ def main() -> None:
     sys.path.insert(0, str(given.source / "src"))
     import torch
 
-    from sliceout.lab import machine, results
+    from sliceout_lab import machine
 
     load = os.getloadavg()[0]
     rows = measure(given.rounds, given.compiled)
-    revision, dirty = results.revision()  # of the checkout that was imported
+    revision, dirty = machine.revision()  # of the checkout that was imported
     record = {"machine": machine.describe(torch.device("cpu")), "revision": revision, "dirty": dirty, "load": load}
     given.out.write_text(
         json.dumps({**record, "compiled": given.compiled, "rounds": given.rounds, "cases": rows}, indent=1) + "\n"

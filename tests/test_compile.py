@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import devices
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -19,7 +20,6 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 import sliceout
-from conftest import devices
 from networks import (
     ALL,
     CONVERTED,

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 import sliceout
 from sliceout import optim
 from sliceout.grads import SlicedGrad
-from sliceout.lab.models import TransformerLM, WideResNet, mlp
 from sliceout.ops import gather
+from sliceout_lab.models import TransformerLM, WideResNet, mlp
 
 pytest.importorskip("triton", reason="triton is not installed")
 from sliceout.ops import many

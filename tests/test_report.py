@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import sliceout
 from models import build, images
-from sliceout.lab.models.wide_resnet import WideResNet
 from sliceout.report import pattern
+from sliceout_lab.models.wide_resnet import WideResNet
 
 
 def flops(model: nn.Module, x: torch.Tensor) -> int:
