@@ -266,6 +266,7 @@ def write(folder: Path, records: list[dict[str, Any]] | None = None, benches: di
     (folder / "train").mkdir(parents=True, exist_ok=True)
     (folder / "bench").mkdir(parents=True, exist_ok=True)
     lines = [*fashion(), *cifar(), *language()] if records is None else records
-    (folder / "train" / "all.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
+    for number, record in enumerate(lines):
+        (folder / "train" / f"{number:04d}.json").write_text(json.dumps(record))
     (folder / "bench" / "fake.json").write_text(json.dumps(bench() if benches is None else benches))
     return folder

@@ -53,12 +53,12 @@ def test_all_rows_and_seeds_and_none_twice(
     assert cli.main(command(table, out, "--only", "sliceout")) == 0
     told = capsys.readouterr().out
     assert "small: 2 runs, 0 of them" in told
-    first = results.read(out / "results.jsonl")
+    first = results.read(out / results.NAME)
     assert cli.main(command(table, out)) == 0
     told = capsys.readouterr().out
     assert "small: 6 runs, 2 of them" in told
-    records = results.read(out / "results.jsonl")
-    assert records[:2] == first
+    records = results.read(out / results.NAME)
+    assert [r for r in records if r["id"] in {r["id"] for r in first}] == first
     assert sorted((r["config"]["scheme"], r["seed"]) for r in records) == [
         (scheme, seed) for scheme in ("none", "sliceout", "standard") for seed in (0, 1)
     ]
@@ -83,7 +83,7 @@ def test_several_at_once_and_one_that_fails(table: str, tmp_path: Path, capsys: 
     assert "not done: small sliceout 0.999 circular seed 0" in told
     assert "choose a lower rate" in told
     assert "Traceback" not in told
-    records = results.read(out / "results.jsonl")
+    records = results.read(out / results.NAME)
     assert [(r["config"]["rate"], r["concurrent"]) for r in records] == [(0.5, 2)]
     assert "2 runs shared the device" in told
 
@@ -105,7 +105,7 @@ def test_killed_it_goes_on_and_its_children_do_not_outlive_it(table: str, tmp_pa
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert cli.main([a if a != "2" else "1" for a in arguments]) == 0
-    (record,) = results.read(out / "results.jsonl")
+    (record,) = results.read(out / results.NAME)
     assert len(record["epochs"]) == 100
 
 
@@ -139,7 +139,7 @@ def test_stopped_it_keeps_what_is_done(
 ) -> None:
     fail_at(3, Stopped("stopped at step 3", signal.SIGTERM), monkeypatch)
     assert cli.main(command(table, tmp_path / "out")) == 143
-    assert len(results.read(tmp_path / "out" / "results.jsonl")) == 2
+    assert len(results.read(tmp_path / "out" / results.NAME)) == 2
     assert "stopped at step 3" in capsys.readouterr().out
 
 
@@ -148,7 +148,7 @@ def test_a_first_run_that_diverges_does_not_keep_the_others_from_training(
 ) -> None:
     fail_at(1, Diverged("the loss is nan in epoch 1"), monkeypatch)
     assert cli.main(command(table, tmp_path / "out", "--only", "sliceout", "--only", "none")) == 1
-    assert len(results.read(tmp_path / "out" / "results.jsonl")) == 3
+    assert len(results.read(tmp_path / "out" / results.NAME)) == 3
     assert "not done: the loss is nan in epoch 1" in capsys.readouterr().out
 
 
@@ -171,7 +171,7 @@ def test_the_report_is_written_at_the_end(table: str, tmp_path: Path, monkeypatc
     monkeypatch.setattr("sliceout_lab.report.write", lambda results, out, **more: given.append((results, out)) or page)
     arguments = [a for a in command(table, tmp_path / "out", "--only", "none", "--seeds", "3") if a != "--no-report"]
     assert cli.main(arguments) == 0
-    assert given == [([tmp_path / "out" / "results.jsonl"], tmp_path / "out" / "report")]
+    assert given == [([tmp_path / "out" / results.NAME], tmp_path / "out" / "report")]
 
 
 def test_the_quick_form_is_small_and_says_what_it_scaled() -> None:

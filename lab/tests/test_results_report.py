@@ -356,7 +356,7 @@ def test_the_same_results_make_the_same_page(made: Path) -> None:
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 
-def test_bad_lines_are_named_and_cost_nothing_else(tmp_path: Path) -> None:
+def test_bad_files_are_named_and_cost_nothing_else(tmp_path: Path) -> None:
     good = fake.run("mnist", "mlp", "none")
     lines = [
         json.dumps(good)[:50],
@@ -367,20 +367,21 @@ def test_bad_lines_are_named_and_cost_nothing_else(tmp_path: Path) -> None:
         '{"kind": "demo"}',
         "",
     ]
-    path = tmp_path / "a.jsonl"
-    path.write_text("\n".join(lines))
+    for number, line in enumerate(lines, 1):
+        (tmp_path / f"a{number}.json").write_text(line)
     (tmp_path / "b.json").write_text('{"kind": "bench", "schema": 1, "cases": [')
     (tmp_path / "c.json").write_text('{"kind": "bench", "schema": 2}')
     (tmp_path / "other.json").write_text("[1]")
     found = reading.load([tmp_path])
     assert [r.record for r in found.runs] == [good]
     named = [w.split(": ")[0].removeprefix(f"{tmp_path}/") for w in found.warnings]
-    assert named == ["a.jsonl:1", "a.jsonl:3", "a.jsonl:4", "a.jsonl:5", "a.jsonl:6", "b.json:1", "c.json"]
+    assert named == ["a1.json:1", "a4.json", "a5.json", "a7.json:1", "b.json:1", "c.json"]
 
 
 def test_a_note_in_a_record_is_shown_and_fields_nobody_knows_do_no_harm(tmp_path: Path) -> None:
     noted = fake.run("mnist", "mlp", "standard", 0.5) | {"note": "corrected: a reason", "later_versions": [1]}
-    (tmp_path / "a.jsonl").write_text(json.dumps(noted) + "\n" + json.dumps(fake.run("mnist", "mlp", "none")) + "\n")
+    (tmp_path / "a.json").write_text(json.dumps(noted))
+    (tmp_path / "b.json").write_text(json.dumps(fake.run("mnist", "mlp", "none")))
     found = reading.load([tmp_path])
     assert (len(found.runs), found.warnings) == (2, [])
     page, _ = pages(found, report.Carbon())
@@ -391,8 +392,9 @@ def test_a_note_in_a_record_is_shown_and_fields_nobody_knows_do_no_harm(tmp_path
 
 def test_a_run_written_twice_counts_once(tmp_path: Path) -> None:
     first = fake.run("mnist", "mlp", "none")
-    (tmp_path / "a.jsonl").write_text(json.dumps(first) + "\n" + json.dumps({**first, "dirty": True}) + "\n")
-    found = reading.load([tmp_path / "a.jsonl"])
+    (tmp_path / "a.json").write_text(json.dumps(first))
+    (tmp_path / "b.json").write_text(json.dumps({**first, "dirty": True}))
+    found = reading.load([tmp_path])
     assert [r.record["dirty"] for r in found.runs] == [True]
     assert len(found.warnings) == 1
 
@@ -451,11 +453,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "runs" / "mnist"
     folder.mkdir(parents=True)
-    (folder / "results.jsonl").write_text(json.dumps(fake.run("mnist", "mlp", "none")) + "\n{torn")
+    (folder / "a.json").write_text(json.dumps(fake.run("mnist", "mlp", "none")))
+    (folder / "b.json").write_text("{torn")
     assert cli.main(["report", "--carbon-intensity", "30", "--carbon-source", "my own dam"]) == 0
     out, err = capsys.readouterr()
     assert "Report: runs/report/report.html" in out
-    assert "results.jsonl:2" in err
+    assert "b.json:1" in err
     assert "30 g CO2 per kWh** (my own dam)" in (tmp_path / "runs" / "report" / "co2.md").read_text()
 
 

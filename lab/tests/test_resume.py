@@ -7,10 +7,12 @@ import errno
 import os
 import random
 import signal
+import struct
 import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,7 +59,7 @@ def test_kill_minus_nine_at_a_random_moment(scheme: dict[str, str], tmp_path: Pa
     process.send_signal(signal.SIGKILL)
     assert process.wait(60) == -signal.SIGKILL, f"it was done before the kill, {delay} s after its first checkpoint"
     assert main(tmp_path / "job.json") == 0
-    (result,) = results.read(out / "results.jsonl")
+    (result,) = results.read(out / results.NAME)
     assert result["resumed"] == 1
     assert_same(job, tmp_path / "whole", out)
     kept = ("epoch", "loss", "test_loss", "accuracy", "lr")
@@ -225,6 +227,18 @@ def test_only_damaged_checkpoints_are_an_error_that_touches_nothing(stopped: tup
         train(job, out)
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
     assert train(job, out, fresh=True)["resumed"] == 0
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read(stopped: tuple[Job, Path]) -> None:
+    """It had its length and checksum behind the zip file."""
+    job, out = stopped
+    newest = out / job.id / "checkpoint.pt"
+    state = checkpoint.read(newest)
+    body = newest.read_bytes()
+    newest.write_bytes(body + struct.pack("<8sQI", b"sliceout", len(body), zlib.crc32(body)))
+    again = checkpoint.read(newest)
+    assert again["record"] == state["record"]
+    assert all(torch.equal(again["model"][k], v) for k, v in state["model"].items())
 
 
 def test_killed_between_two_renames(stopped: tuple[Job, Path], tmp_path: Path) -> None:

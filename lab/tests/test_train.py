@@ -48,7 +48,7 @@ def test_every_scheme_learns(scheme: str, tmp_path: Path) -> None:
 def test_the_record_has_what_the_report_reads(tmp_path: Path) -> None:
     job = mlp_job()
     result = train(job, tmp_path)
-    assert results.read(tmp_path / "results.jsonl") == [json.loads(json.dumps(result))]
+    assert results.read(tmp_path / results.NAME) == [json.loads(json.dumps(result))]
     assert (result["kind"], result["schema"], result["id"], result["seed"]) == ("train", 1, job.id, 0)
     assert (result["steps_per_epoch"], result["parameters"]) == (4, 784 * 64 + 2 * 64 * 64 + 640 + 3 * 64 + 10)
     assert result["scaled"] == {"width": [2048, 64], "epochs": [100, 2], "subset": [6000, 1024]}
@@ -123,7 +123,7 @@ def test_schemes_without_slices_have_no_tail() -> None:
 def test_diverged_training_is_no_result(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"the loss is (nan|inf) in epoch \d: training diverged"):
         train(mlp_job("none", epochs=3, lr=1e30), tmp_path)
-    assert not (tmp_path / "results.jsonl").exists()
+    assert not (tmp_path / results.NAME).exists()
 
 
 @pytest.mark.slow
@@ -171,11 +171,11 @@ def test_the_command_trains_and_tells(own: str, tmp_path: Path, capsys: pytest.C
     assert cli.main(command) == 0
     told = capsys.readouterr().out
     assert "own sliceout 0.5 circular: test accuracy" in told
-    assert (out / results.read(out / "results.jsonl")[0]["id"] / "model.pt").exists()
+    assert (out / results.read(out / results.NAME)[0]["id"] / "model.pt").exists()
     assert cli.main(command) == 0
     assert "--fresh trains it anew" in capsys.readouterr().out
     assert cli.main([*command, "--fresh"]) == 0
-    assert len(results.read(out / "results.jsonl")) == 2
+    assert len(results.read(out / results.NAME)) == 2
 
 
 def test_the_list_names_every_experiment(capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,7 +272,7 @@ def test_what_goes_wrong_in_an_epoch_is_told(
     monkeypatch.setattr(loop, "evaluate", evaluate)
     with pytest.raises(UserError, match=message):
         train(mlp_job(), tmp_path)
-    assert not (tmp_path / "results.jsonl").exists()
+    assert not (tmp_path / results.NAME).exists()
 
 
 def test_tensorboard_is_written_when_a_run_is_stopped_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +333,7 @@ def test_two_processes_train_one_model(own: str, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=_env())
     assert done.returncode == 0, done.stderr
     assert cli.main([*arguments, "--out", str(tmp_path / "one")]) == 0
-    (two,), (one,) = (results.read(tmp_path / n / "results.jsonl") for n in ("two", "one"))
+    (two,), (one,) = (results.read(tmp_path / n / results.NAME) for n in ("two", "one"))
     assert (two["config"]["world"], one["config"]["world"]) == (2, 1)
     assert two["epochs"][0]["loss"] == pytest.approx(one["epochs"][0]["loss"], rel=1e-4)
     states = [torch.load(tmp_path / n / r["id"] / "model.pt") for n, r in (("two", two), ("one", one))]

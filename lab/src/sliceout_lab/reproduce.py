@@ -1,6 +1,6 @@
 """Reproducing a table: all its rows for all seeds, one after another or several at once, skipping what is there.
 
-Every run leaves a line in the results when it is done and a checkpoint while it is not, so this can be killed at any
+Every run leaves a file in the results when it is done and a checkpoint while it is not, so this can be killed at any
 moment and called again. On a GPU every run has a process of its own: what one leaves in memory is not the next one's.
 """
 
@@ -28,9 +28,9 @@ from sliceout.cli import UserError
 from . import experiment as experiments
 from . import results
 from .experiment import Experiment, Job, near
+from .storage import explained
 from .train import Settings, Stopped, run
 from .train.__main__ import write
-from .train.checkpoint import writing
 from .train.loop import Diverged
 from .train.stop import PARENT
 
@@ -117,11 +117,11 @@ def reproduce(
     console = console or Console(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, 120)  # a file has room for the table
-    path = out / results.NAME
-    there = results.by_id(results.read(path))
+    kept = out / results.NAME
+    there = results.by_id(results.read(kept))
     todo = [job for job in plan.jobs if job.id not in there]
     console.print(
-        f"{plan.name}: {len(plan.jobs)} runs, {len(plan.jobs) - len(todo)} of them in {path} already", soft_wrap=True
+        f"{plan.name}: {len(plan.jobs)} runs, {len(plan.jobs) - len(todo)} of them in {kept} already", soft_wrap=True
     )
     settings = Settings(out, device, data, save_model=False, concurrent=max(1, min(jobs, len(todo))))
     failed: list[str] = []
@@ -139,7 +139,7 @@ def reproduce(
     except Stopped as stopped:
         console.print(f"{stopped}", soft_wrap=True)
         code = stopped.code
-    done = results.by_id(results.read(path, say=lambda message: None))
+    done = results.by_id(results.read(kept, say=lambda message: None))
     rows = [done[job.id] for job in plan.jobs if job.id in done]
     if rows:
         console.print(summary(plan, rows))
@@ -148,15 +148,15 @@ def reproduce(
     if code:
         return code
     if rows and report:
-        page = _report(path, out)
+        page = _report(kept, out)
         console.print(f"Report: {page}", soft_wrap=True)
     return 1 if failed else 0
 
 
-def _report(path: Path, out: Path) -> Path:
+def _report(kept: Path, out: Path) -> Path:
     from .report import write as write_report
 
-    return write_report([path], out / "report")
+    return write_report([kept], out / "report")
 
 
 def _here(todo: Sequence[Job], settings: Settings, console: Console) -> list[str]:
@@ -213,14 +213,14 @@ def _in_processes(todo: Sequence[Job], settings: Settings, jobs: int, console: C
 
 def _start(job: Job, settings: Settings, jobs: int, show: bool) -> subprocess.Popen[bytes]:
     folder = settings.out / job.id
-    with writing(folder, "what is done is in the results; the same command goes on"):
+    with explained(folder, "what is done is in the results; the same command goes on"):
         folder.mkdir(parents=True, exist_ok=True)
         write(folder / "job.json", job, settings)
         (settings.out / "logs").mkdir(exist_ok=True)
     threads = str(max(1, (os.cpu_count() or 1) // jobs))
     env = {"OMP_NUM_THREADS": threads, **os.environ, PARENT: str(os.getpid())}
     command = [sys.executable, "-m", "sliceout_lab.train", str(folder / "job.json")]
-    with writing(_log(job, settings)), _log(job, settings).open("wb") as log:
+    with explained(_log(job, settings)), _log(job, settings).open("wb") as log:
         return subprocess.Popen(
             command, env=env, stdout=None if show else log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
         )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def command(
     results: Annotated[
         list[Path] | None,
-        typer.Argument(help="Training results (.jsonl) or folders with them.", show_default="results/train, else runs"),
+        typer.Argument(help="Training results (.json) or folders with them.", show_default="results/train, else runs"),
     ] = None,
     bench: Annotated[
         list[Path] | None,
@@ -59,7 +59,7 @@ def default_results(folder: Path) -> tuple[list[Path], list[Path]]:
     train, bench, runs = folder / "results" / "train", folder / "results" / "bench", folder / "runs"
     found, benches = [p for p in (train,) if p.is_dir()], [p for p in (bench,) if p.is_dir()]
     if not found and not benches:
-        found = [p for p in (runs,) if any(p.rglob("*.jsonl"))]
+        found = [p for p in (runs,) if any(p.rglob("*.json"))]
     if not found and not benches:
         raise UserError("no results in results/train, results/bench or runs: name a file or a folder")
     return found, benches

@@ -43,7 +43,7 @@ def command(
     save_model: Annotated[bool, typer.Option(help="Keep the final weights.")] = True,
     tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard logs too.")] = False,
 ) -> None:
-    """Train one run of an experiment with the paper's hyperparameters; the result is one line of JSON."""
+    """Train one run of an experiment with the paper's hyperparameters; the result is one JSON file."""
     from .. import experiment as experiments
 
     if list_all:

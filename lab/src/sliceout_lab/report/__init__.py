@@ -30,7 +30,7 @@ def write(
     """Make the report.
 
     Args:
-        results: training results (``*.jsonl``), or folders that hold them.
+        results: training results (``*.json``), or folders that hold them.
         out: folder for ``report.html``, ``results.md``, ``co2.md`` and ``figures/``; made if it is not there.
         bench: results of ``sliceout-lab bench`` (``*.json``), or folders that hold them.
         carbon: carbon intensity of the electricity, with its source.

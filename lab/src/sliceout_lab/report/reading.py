@@ -1,7 +1,7 @@
-"""What was measured: training runs (``*.jsonl``) and benchmarks (``*.json``), read with care.
+"""What was measured: training runs and benchmarks, JSON files that say by their ``kind`` what they are.
 
-A line that cannot be used is left out and named with its file and line, on the console and on the page: a killed
-process leaves half a line behind, and that must cost neither the other lines nor the reader's trust.
+A file that cannot be used is left out and named, on the console and on the page: that must cost neither the other
+files nor the reader's trust.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from sliceout.cli import UserError
+
+from ..results import date_of
 
 SCHEMA = 1
 NEEDED = ("config", "seed", "epochs", "final")
@@ -55,62 +57,56 @@ def load(results: Iterable[Path], bench: Iterable[Path] = ()) -> Measured:
     """Read training results and benchmarks.
 
     Args:
-        results: files of one JSON object a line, or folders with such files (and, in a folder, benchmarks as well).
+        results: JSON files of training runs or benchmarks, or folders with such files.
         bench: JSON files of ``sliceout-lab bench``, or folders with such files.
     """
     found = Measured()
-    lines, benches = [], []
-    for path in map(Path, results):
-        if path.is_dir():
-            lines += sorted(path.rglob("*.jsonl"))
-            benches += sorted(path.rglob("*.json"))
-        elif path.suffix == ".json":
-            benches.append(path)
-        else:
-            lines.append(path)
-    for path in map(Path, bench):
-        benches += sorted(path.rglob("*.json")) if path.is_dir() else [path]
-    asked = {Path(p) for p in (*results, *bench) if not Path(p).is_dir()}
-    for path in dict.fromkeys(lines):
-        _read_runs(path, found)
-    for path in dict.fromkeys(benches):
-        _read_bench(path, found, named=path in asked)
+    for path in _files(results):
+        _read(path, found, named=path in map(Path, results), of_train=True)
+    seen = {b["where"] for b in found.benches}
+    for path in _files(bench):
+        if str(path) not in seen:
+            _read(path, found, named=path in map(Path, bench), of_train=False)
+    found.runs.sort(key=lambda run: (str(Path(run.where).parent), date_of(run.record)))
     found.runs = _newest(found)
     return found
 
 
-def _text(path: Path) -> str:
+def _files(paths: Iterable[Path]) -> list[Path]:
+    """The files among ``paths``, and all JSON files in the folders among them, each once."""
+    found = [p for path in map(Path, paths) for p in (sorted(path.rglob("*.json")) if path.is_dir() else [path])]
+    return list(dict.fromkeys(found))
+
+
+def _read(path: Path, found: Measured, *, named: bool, of_train: bool) -> None:
+    """A file of another kind is passed over in a folder, and an error where the user named it."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        record = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError as error:
         raise UserError(f"{path}: there is no such file or folder") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    except json.JSONDecodeError as error:
+        found.warnings.append(f"{path}:{error.lineno}: not complete JSON, left out ({error.msg})")
+        return
+    kind = record.get("kind") if isinstance(record, dict) else None
+    if kind not in ("bench", "train") or (kind == "train" and not of_train):
+        if named:
+            expected = 'training (no "kind": "train")' if of_train else 'sliceout bench (no "kind": "bench")'
+            raise UserError(f"{path}: not a result of {expected}")
+    elif problem := _problem(record):
+        found.warnings.append(f"{path}: {problem}, left out")
+    elif kind == "bench":
+        found.benches.append({**record, "where": str(path)})
+    else:
+        found.runs.append(Run(record, str(path)))
 
 
-def _read_runs(path: Path, found: Measured) -> None:
-    for number, line in enumerate(_text(path).splitlines(), 1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            found.warnings.append(f"{where}: not a complete JSON line, left out ({error.msg} at column {error.colno})")
-            continue
-        if problem := _problem(record):
-            found.warnings.append(f"{where}: {problem}, left out")
-        else:
-            found.runs.append(Run(record, where))
-
-
-def _problem(record: Any) -> str | None:
-    if not isinstance(record, dict):
-        return f"a {type(record).__name__} where a JSON object is expected"
-    if record.get("kind") != "train":
-        return f"kind {record.get('kind')!r}, expected 'train'"
+def _problem(record: dict[str, Any]) -> str | None:
     if record.get("schema") != SCHEMA:
         return f"schema {record.get('schema')!r}, this version reads {SCHEMA}"
+    if record["kind"] == "bench":
+        return None
     missing = [name for name in NEEDED if name not in record]
     if missing:
         return f"no field {missing[0]!r}"
@@ -120,29 +116,13 @@ def _problem(record: Any) -> str | None:
     return f"config has no {lacking[0]!r}" if lacking else None
 
 
-def _read_bench(path: Path, found: Measured, *, named: bool) -> None:
-    """A file of another kind is passed over in a folder, and an error where the user named it."""
-    try:
-        record = json.loads(_text(path))
-    except json.JSONDecodeError as error:
-        found.warnings.append(f"{path}:{error.lineno}: not complete JSON, left out ({error.msg})")
-        return
-    if not isinstance(record, dict) or record.get("kind") != "bench":
-        if named:
-            raise UserError(f'{path}: not a result of sliceout bench (no "kind": "bench")')
-    elif record.get("schema") != SCHEMA:
-        found.warnings.append(f"{path}: schema {record.get('schema')!r}, this version reads {SCHEMA}, left out")
-    else:
-        found.benches.append({**record, "where": str(path)})
-
-
 def _newest(found: Measured) -> list[Run]:
-    """The same run written twice counts once: the later line."""
+    """The same run kept twice counts once: the later one."""
     by_id: dict[str, Run] = {}
     for run in found.runs:
         key = run.record.get("id") or run.where
         if key in by_id:
-            found.warnings.append(f"{by_id[key].where}: the same run stands again in {run.where}, which counts")
-            del by_id[key]
+            old, run = sorted((by_id.pop(key), run), key=lambda r: date_of(r.record))
+            found.warnings.append(f"{old.where}: the same run stands again in {run.where}, which counts")
         by_id[key] = run
     return list(by_id.values())

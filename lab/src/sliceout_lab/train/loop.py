@@ -27,7 +27,8 @@ from sliceout.cli import UserError, energy
 
 from .. import machine, results
 from ..experiment import SLICED, Job
-from .checkpoint import Checkpoints, writing
+from ..storage import whole_file
+from .checkpoint import Checkpoints
 from .clock import Clock, spread
 from .distributed import Ranks
 from .modes import autocast, make_step
@@ -83,15 +84,15 @@ class Diverged(UserError):
 
 
 def run(job: Job, settings: Settings, console: Console | None = None) -> dict[str, Any]:
-    """Train ``job`` from wherever it stands to its end; returns its result, which is appended to the results.
+    """Train ``job`` from wherever it stands to its end; returns its result, which is kept in the results.
 
     Raises:
         UserError: for what the user can put right.
         Stopped: after Ctrl-C or SIGTERM, with a checkpoint.
     """
     ranks = Ranks(settings.device)
-    path, folder = settings.out / results.NAME, settings.out / job.id
-    done = results.by_id(results.read(path)).get(job.id)
+    kept, folder = settings.out / results.NAME, settings.out / job.id
+    done = results.by_id(results.read(kept)).get(job.id)
     if done is not None and not settings.fresh:
         return done
     console = console or Console(highlight=False)
@@ -114,8 +115,9 @@ def run(job: Job, settings: Settings, console: Console | None = None) -> dict[st
         result = _result(training, record)
         if ranks.first:
             if settings.save_model:
-                _save_model(training, folder)
-            results.append(path, result)
+                with whole_file(folder / "model.pt") as file:
+                    torch.save(training.model.state_dict(), file)
+            results.write(kept, result)
             store.remove_folder()
         return result
     except torch.OutOfMemoryError as error:
@@ -310,16 +312,6 @@ def _resume(t: Training, store: Checkpoints) -> Record:
     return record
 
 
-def _save_model(t: Training, folder: Path) -> None:
-    path = folder / "model.pt"
-    with writing(path):
-        with path.with_suffix(".writing").open("wb") as file:
-            torch.save(t.model.state_dict(), file)
-            file.flush()
-            os.fsync(file.fileno())
-        path.with_suffix(".writing").replace(path)
-
-
 # -- measurements ------------------------------------------------------------------------------------------------------
 
 
@@ -365,7 +357,7 @@ def _tensorboard(t: Training, record: Record, store: Checkpoints, settings: Sett
 
 
 def _result(t: Training, record: Record) -> dict[str, Any]:
-    """The line for the results."""
+    """The record for the results."""
     name, better = ("perplexity", min) if t.text else ("accuracy", max)
     best = better(record.epochs, key=lambda e: e[name])
     revision, dirty = machine.revision()
