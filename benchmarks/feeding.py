@@ -9,6 +9,7 @@ Both take turns in one process, so that clocks and temperatures are the same::
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import time
@@ -51,7 +52,7 @@ def main() -> None:
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     declared = experiments.load(given.experiment)
     if declared.model != "mlp":
-        declared = experiments.replaced(declared, model=given.model)
+        declared = dataclasses.replace(declared, model=given.model)
     job = experiments.job(
         declared, {"scheme": given.scheme, "sampling": "circular", "exclusions": False}, device=given.device,
         mode=given.mode, precision=given.precision, width=given.width, subset=given.subset, epochs=given.rounds,

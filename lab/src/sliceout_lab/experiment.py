@@ -6,52 +6,22 @@ scaled down. The job's ``config`` says everything that its result depends on, an
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import difflib
 import hashlib
 import itertools
 import json
 import re
-import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sliceout.cli import UserError
 
-FOLDER = Path(__file__).parent / "experiments"
-MODES = ("eager", "compiled", "captured")
-PRECISIONS = ("fp32", "tf32", "bf16")
+from .experiment_file import FOLDER, MODES, PRECISIONS, Scheme, check, merge, names, near, read
+
 SCALES = ("epochs", "width", "subset", "batch")
 SLICED = ("sliceout", "controlled", "patch")  # schemes whose networks are smaller
-
-_NUMBER = (int, float)
-_SCHEME: dict[str, Any] = {
-    "scheme": str, "rate": _NUMBER, "sampling": str, "norm": str, "align": int, "stages": int, "exclusions": bool,
-    "attention": str, "grads": str,
-}  # fmt: skip
-_SECTIONS: dict[str, dict[str, Any]] = {
-    "scheme": _SCHEME,
-    "inputs": {"augment": str, "normalise": str, "flatten": bool, "sequence": int, "size": int},
-    "optimizer": {
-        "name": str, "lr": _NUMBER, "betas": list, "eps": _NUMBER, "momentum": _NUMBER, "dampening": _NUMBER,
-        "nesterov": bool, "weight_decay": _NUMBER, "alpha": _NUMBER,
-    },
-    "schedule": {
-        "name": str, "at": list, "factor": _NUMBER, "every": _NUMBER, "of": _NUMBER, "warmup": _NUMBER,
-        "tail_lr": _NUMBER,
-    },
-    "model_settings": {},  # what the network's class takes: it checks them itself
-}  # fmt: skip
-_TOP: dict[str, Any] = {
-    "extends": str, "title": str, "table": str, "stands_in": str, "data": str, "samples": int, "model": str,
-    "epochs": int, "epoch_steps": int, "batch": int, "tail": _NUMBER, "precision": str, "mode": str, "seeds": list,
-    "rows": list, "quick": dict, **dict.fromkeys(_SECTIONS, dict),
-}  # fmt: skip
-_QUICK = {**{k: v for k, v in _TOP.items() if k not in ("extends", "table", "quick")}, "width": int, "subset": int}
-_NEEDED = ("title", "table", "data", "model", "epochs", "batch", "optimizer", "scheme")
 
 
 @dataclass(frozen=True)
@@ -136,11 +106,6 @@ def label(config: Mapping[str, Any]) -> str:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def names() -> list[str]:
-    """All experiments."""
-    return sorted(p.stem for p in FOLDER.glob("*.toml"))
-
-
 def tables() -> dict[str, list[str]]:
     """The experiments of every table of the paper."""
     out: dict[str, list[str]] = {}
@@ -158,7 +123,10 @@ def load(name: str) -> Experiment:
         raise UserError(
             f"there is no experiment {name!r}{near(name, names())}; `sliceout-lab train --list` shows them all"
         )
-    return _checked(path.stem, _read(path), path)
+    raw = read(path)
+    check(raw, path)
+    lists: dict[str, Any] = {key: tuple(raw[key]) for key in ("seeds", "rows") if key in raw}
+    return Experiment(path.stem, **{**raw, **lists})
 
 
 def find(name: str) -> list[Experiment]:
@@ -171,73 +139,6 @@ def find(name: str) -> list[Experiment]:
     known = sorted({*by_table, *names()})
     hint = near(name, known) or f": there are {', '.join(known)}"
     raise UserError(f"there is no table or experiment {name!r}{hint}")
-
-
-def near(name: str, known: Iterable[str]) -> str:
-    """A question that may help."""
-    close = difflib.get_close_matches(name, list(known), n=2)
-    return f": did you mean {' or '.join(close)}?" if close else ""
-
-
-def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    try:
-        raw = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: is not valid TOML ({error})") from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    base = raw.pop("extends", None)
-    if base is None:
-        return raw
-    places = [folder / f"{base}.toml" for folder in (path.parent, FOLDER)]
-    parent = next((p for p in places if p.is_file() and p not in (*seen, path)), None)
-    if parent is None:
-        raise UserError(f"{path}: extends {base!r}, which is no experiment{near(str(base), names())}")
-    return merge(_read(parent, (*seen, path)), raw)
-
-
-def merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """``below`` with the entries of ``above``, section by section; a section that names another thing starts anew."""
-    out = copy.deepcopy(below)
-    for key, value in above.items():
-        old = out.get(key)
-        same = isinstance(old, dict) and isinstance(value, Mapping) and value.get("name") in (None, old.get("name"))
-        mixes = same and key in _SECTIONS and key != "model_settings"  # which are of one model, and not of the next
-        out[key] = merge(old, value) if mixes else copy.deepcopy(value)  # type: ignore[arg-type]
-    return out
-
-
-def _checked(name: str, raw: dict[str, Any], path: Path) -> Experiment:
-    _check_keys(path, "", raw, _TOP)
-    missing = [key for key in _NEEDED if key not in raw]
-    if missing:
-        raise UserError(f"{path}: {missing[0]} is missing")
-    for section, known in _SECTIONS.items():
-        if known:
-            _check_keys(path, f"{section}.", raw.get(section, {}), known)
-    quick = raw.get("quick", {})
-    _check_keys(path, "quick.", quick, _QUICK)
-    for section, known in _SECTIONS.items():
-        if known:
-            _check_keys(path, f"quick.{section}.", quick.get(section, {}), known)
-    for i, row in enumerate([*raw.get("rows", []), *quick.get("rows", [])]):
-        values = {key: value[0] if isinstance(value, list) and value else value for key, value in row.items()}
-        _check_keys(path, f"rows[{i}].", values, _SCHEME)
-    for key, allowed in (("precision", PRECISIONS), ("mode", MODES)):
-        if key in raw and raw[key] not in allowed:
-            raise UserError(f"{path}: {key} = {raw[key]!r}: expected one of {', '.join(allowed)}")
-    lists: dict[str, Any] = {key: tuple(raw[key]) for key in ("seeds", "rows") if key in raw}
-    return Experiment(name, **{**raw, **lists})
-
-
-def _check_keys(path: Path, where: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    for key, value in given.items():
-        if key not in known:
-            raise UserError(f"{path}: unknown key {where}{key}{near(key, known)}")
-        right = known[key] if isinstance(known[key], tuple) else (known[key],)
-        if not isinstance(value, right) or (isinstance(value, bool) and bool not in right):
-            names = " or ".join(t.__name__ for t in right)
-            raise UserError(f"{path}: {where}{key} = {value!r}: expected {names}")
 
 
 # -- making jobs -------------------------------------------------------------------------------------------------------
@@ -316,16 +217,15 @@ def job(
     return Job(experiment.name, experiment.table, seed, config, changes)
 
 
-def replaced(experiment: Experiment, **changes: Any) -> Experiment:
-    """The same experiment with other entries, for those who measure something else with it."""
-    return dataclasses.replace(experiment, **changes)
-
-
 def scheme_of(experiment: Experiment, given: Mapping[str, Any]) -> dict[str, Any]:
     """The whole scheme: what is given, else the experiment's; what a scheme does not have is ``None``."""
     from sliceout.baselines import SCHEMES
 
-    out = {**dict.fromkeys(_SCHEME), **experiment.scheme, **{k: v for k, v in given.items() if v is not None}}
+    out = {
+        **dict.fromkeys(Scheme.__struct_fields__),
+        **experiment.scheme,
+        **{k: v for k, v in given.items() if v is not None},
+    }
     scheme, rate = out["scheme"], out["rate"]
     if scheme not in SCHEMES:
         raise UserError(f"scheme {scheme!r}: expected one of {', '.join(SCHEMES)}{near(scheme, SCHEMES)}")

@@ -27,7 +27,8 @@ from sliceout.cli import UserError
 
 from . import experiment as experiments
 from . import results
-from .experiment import Experiment, Job, near
+from .experiment import Experiment, Job
+from .experiment_file import near
 from .storage import explained
 from .train import Settings, Stopped, run
 from .train.__main__ import write

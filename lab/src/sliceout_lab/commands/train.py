@@ -116,11 +116,12 @@ def _list() -> None:
     from rich.table import Table
 
     from .. import experiment as experiments
+    from ..experiment_file import names
 
     table = Table(box=None, pad_edge=False)
     for heading in ("experiment", "table", "what"):
         table.add_column(heading, no_wrap=heading != "what")
-    for name in experiments.names():
+    for name in names():
         one = experiments.load(name)
         table.add_row(name, one.table, one.title + (f" (stands in for {one.stands_in})" if one.stands_in else ""))
     Console(highlight=False).print(table)
