@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scipy.stats import ttest_ind
 
 import fake_results as fake
 from sliceout.cli import UserError
@@ -298,8 +300,13 @@ def test_disagreement_with_the_paper_is_said_and_agreement_too() -> None:
 
 
 def test_welch() -> None:
-    assert stats.two_sided(2.776, 4) == pytest.approx(0.05, abs=1e-4)
-    assert stats.two_sided(0.0, 3.3) == pytest.approx(1.0, abs=1e-6)
+    three = groups.Estimate(0.0, 1.0, 3)  # equal spreads: four degrees of freedom, whose t at 0.05 is 2.776
+    at_limit = stats.difference(groups.Estimate(2.776 * math.sqrt(2), 1.0, 3), three)
+    assert at_limit.p == pytest.approx(0.05, abs=1e-4)
+    assert stats.difference(three, three).p == pytest.approx(1.0, abs=1e-6)
+    a, b = [90.1, 90.9, 91.3], [89.0, 90.2]
+    welch = stats.difference(groups.Estimate.of(a), groups.Estimate.of(b))
+    assert welch.p == pytest.approx(ttest_ind(a, b, equal_var=False).pvalue)
     assert stats.difference(groups.Estimate(1, 0.0, 2), groups.Estimate(2, 0.0, 2)).p is None
 
 
