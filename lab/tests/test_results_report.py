@@ -14,10 +14,10 @@ from scipy.stats import ttest_ind
 import fake_results as fake
 from sliceout.cli import UserError
 from sliceout_lab import cli, report
-from sliceout_lab.report import compare, docs, findings, groups, html, paper, reading, speed, stats, timing
+from sliceout_lab.report import compare, docs, findings, groups, paper, reading, render, speed, stats, timing
 from sliceout_lab.report.build import pages
 from sliceout_lab.report.frontier import wrn_flops
-from sliceout_lab.report.page import markdown
+from sliceout_lab.report.render import markdown
 
 ROOT = Path(__file__).parents[2]
 TEX = ROOT.parent / "shared" / "paper" / "sliceout.tex"
@@ -357,7 +357,7 @@ def test_co2_is_computed_from_what_was_measured(made: Path) -> None:
 
 def test_the_same_results_make_the_same_page(made: Path) -> None:
     found = reading.load([made.parent / "results" / "train"], [made.parent / "results" / "bench"])
-    assert html.render(pages(found, report.Carbon()), report.TITLE) == (made / "report.html").read_text()
+    assert render.html(pages(found, report.Carbon()), report.TITLE) == (made / "report.html").read_text()
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------

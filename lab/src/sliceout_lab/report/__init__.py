@@ -40,8 +40,7 @@ def write(
         The HTML page.
     """
     from .build import pages
-    from .html import render
-    from .page import markdown
+    from .render import html, markdown
 
     measured = load(results, bench)
     for warning in measured.warnings:
@@ -57,7 +56,7 @@ def write(
             for drawn in page.figures:
                 drawn.save(out / "figures")
         target = out / "report.html"
-        target.write_text(render(made, TITLE), encoding="utf-8")
+        target.write_text(html(made, TITLE), encoding="utf-8")
     except OSError as error:
         raise UserError(f"--out {out}: cannot write there ({error.strerror})") from error
     return target

@@ -15,8 +15,9 @@ from sliceout.cli import UserError
 from .build import pages
 from .co2 import Carbon
 from .groups import Group, choose, group, scaling_in_words
-from .page import Table, markdown
+from .page import Table
 from .reading import Measured, load
+from .render import markdown, render
 from .speed import speedups
 from .stats import difference
 from .tables import Speeds, with_error
@@ -27,16 +28,6 @@ END = "<!-- end: made by `sliceout-lab report --docs` -->"
 HEADER = (
     "<!-- Made by `sliceout-lab report --docs` from results/train and results/bench: change those, not this. -->\n\n"
 )
-INDEX = """# Pages
-
-- [Results](results.md): the paper's tables and curves with ours beside them
-- [CO2](co2.md): the paper's three approaches from measured time, memory and energy
-- [Performance](performance.md): when SliceOut pays and when not, step by step and layer by layer
-- [Compact gradients](compact.md): gradients and updates of the slice only
-- [Data](data.md): where data sets come from, what is read, how batches are made
-
-The [README](../README.md) says how to start.
-"""
 
 
 def update(
@@ -85,7 +76,7 @@ def files(root: Path, measured: Measured, carbon: Carbon) -> dict[Path, str]:
     out = {docs / f"{name}.md": HEADER + markdown(page) for name, page in (("results", results), ("co2", co2))}
     for drawn in (*results.figures, *co2.figures):
         out[docs / "figures" / f"{drawn.name}.svg"] = drawn.svg()
-    out[docs / "index.md"] = HEADER + INDEX
+    out[docs / "index.md"] = HEADER + render("index.md")
     readme = root / "README.md"
     out[readme] = with_block(readme.read_text(encoding="utf-8"), readme_block(measured))
     return out
@@ -103,19 +94,15 @@ def readme_block(measured: Measured) -> str:
     """The headline numbers: accuracy of the main schemes, and time by network."""
     groups = group(measured.runs)
     taken = steps(measured, groups)
-    parts = [_accuracies(groups), _in_words(groups), _times(speedups(taken)[1], taken)]
-    shown = [part for part in parts if part]
-    if not shown:
-        shown = ["No training results are committed yet."]
-    elif measured.runs:
-        where = ", ".join(sorted({g.device for g in groups}))
-        shown.insert(0, f"{len(measured.runs)} training runs in {len(groups)} configurations, on {where}:")
-    shown.append(
-        "All tables and curves beside the paper's: [docs/results.md](docs/results.md); every step that was timed, also "
-        "where little or nothing is gained: [docs/performance.md](docs/performance.md); emissions: "
-        "[docs/co2.md](docs/co2.md)."
-    )
-    return "\n\n".join(shown)
+    return render(
+        "readme.md.jinja",
+        runs=len(measured.runs),
+        configurations=len(groups),
+        devices=sorted({g.device for g in groups}),
+        accuracies=_accuracies(groups),
+        sentences=_sentences(groups),
+        times=_times(speedups(taken)[1], taken),
+    ).rstrip("\n")
 
 
 SHOWN = (
@@ -130,7 +117,7 @@ SCHEMES = (
 )  # fmt: skip
 
 
-def _accuracies(groups: Sequence[Group]) -> str:
+def _accuracies(groups: Sequence[Group]) -> Table | None:
     rows, notes = [], []
     for title, match, statistic in SHOWN:
         cells = []
@@ -144,9 +131,8 @@ def _accuracies(groups: Sequence[Group]) -> str:
         if any(cell != "not run here" for cell in cells):
             rows.append([f"{title} ({'best epoch' if statistic == 'best' else 'last epoch'})", *cells])
     if not rows:
-        return ""
-    table = Table(["test accuracy, %", *(name for name, _ in SCHEMES)], rows, notes=list(dict.fromkeys(notes)))
-    return markdown_table(table)
+        return None
+    return Table(["test accuracy, %", *(name for name, _ in SCHEMES)], rows, notes=list(dict.fromkeys(notes)))
 
 
 def _found(groups: Sequence[Group], match: Any, scheme: Any, statistic: str) -> Group | None:
@@ -157,7 +143,7 @@ def _found(groups: Sequence[Group], match: Any, scheme: Any, statistic: str) -> 
     return found
 
 
-def _in_words(groups: Sequence[Group]) -> str:
+def _sentences(groups: Sequence[Group]) -> list[str]:
     """Each row of the table as a sentence: SliceOut against standard dropout, and whether that may be chance."""
     said = []
     for title, match, statistic in SHOWN:
@@ -168,11 +154,11 @@ def _in_words(groups: Sequence[Group]) -> str:
             if base and found and (score := found.score(statistic)):
                 parts.append(f"{name.removeprefix('SliceOut, ')}: {difference(score, base).words('points')}")
         if parts:
-            said.append(f"- {title}, SliceOut against standard dropout: {'; '.join(parts)}.")
-    return "\n".join(said)
+            said.append(f"{title}, SliceOut against standard dropout: {'; '.join(parts)}.")
+    return said
 
 
-def _times(speeds: Speeds, taken: Sequence[Step]) -> str:
+def _times(speeds: Speeds, taken: Sequence[Step]) -> Table | None:
     rows = []
     for model, pair, _, theirs in speeds:
         if pair is None or pair.step.scaled:
@@ -182,9 +168,9 @@ def _times(speeds: Speeds, taken: Sequence[Step]) -> str:
             paper = "-" if theirs is None else f"{theirs:.0f} %"
             rows.append([f"{model}, rate {one.step.rate:g}", f"{one.time:.0f} %", paper, memory, one.step.where])
     if not rows:
-        return ""
+        return None
     columns = ["a step with SliceOut, of one without", "time", "time in the paper", "memory held", "measured on"]
-    return markdown_table(Table(columns, rows))
+    return Table(columns, rows)
 
 
 def _dense(pair: Pair, taken: Sequence[Step]) -> list[Pair]:
@@ -193,9 +179,3 @@ def _dense(pair: Pair, taken: Sequence[Step]) -> list[Pair]:
         return []
     key = (pair.step.setting, pair.step.model, "sliceout", pair.step.rate, "dense")
     return [Pair(s, pair.base) for s in taken if (s.setting, s.model, s.scheme, s.rate, s.grads) == key][:1]
-
-
-def markdown_table(table: Table) -> str:
-    from .page import Page
-
-    return markdown(Page("", [table])).split("\n", 2)[2].strip()

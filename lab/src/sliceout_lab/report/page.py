@@ -1,29 +1,30 @@
-"""A page as data: headings, texts, tables and figures, which :mod:`html` and :func:`markdown` turn into files.
-
-Texts use a little Markdown (``code``, **strong**, *emphasis*, [links](to)); a line break in a cell is a newline.
-"""
+"""A page as data: headings, texts, tables and figures, which :mod:`render` turns into files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from .figures import Drawn
 
 
 @dataclass(frozen=True)
 class Heading:
+    kind: ClassVar[str] = "heading"
     text: str
     level: int = 2
 
 
 @dataclass(frozen=True)
 class Text:
+    kind: ClassVar[str] = "text"
     text: str
 
 
 @dataclass(frozen=True)
 class Bullets:
+    kind: ClassVar[str] = "bullets"
     items: Sequence[str]
 
 
@@ -31,6 +32,7 @@ class Bullets:
 class Table:
     """Cells are texts; ``notes`` stand below, ``folded`` tables are closed on the HTML page until one opens them."""
 
+    kind: ClassVar[str] = "table"
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     caption: str = ""
@@ -42,6 +44,7 @@ class Table:
 class Figures:
     """Pictures that stand side by side where there is room."""
 
+    kind: ClassVar[str] = "figures"
     drawn: Sequence[Drawn]
 
 
@@ -59,37 +62,3 @@ class Page:
     @property
     def figures(self) -> list[Drawn]:
         return [drawn for block in self.blocks if isinstance(block, Figures) for drawn in block.drawn]
-
-
-def markdown(page: Page, figures: str = "figures") -> str:
-    """The page in Markdown, its pictures in the folder ``figures`` beside it."""
-    parts = [f"# {page.title}"]
-    for block in page.blocks:
-        match block:
-            case Heading():
-                parts.append(f"{'#' * block.level} {block.text}")
-            case Text():
-                parts.append(block.text)
-            case Bullets():
-                parts.append("\n".join(f"- {_breaks(item)}" for item in block.items))
-            case Table():
-                parts.append(_table(block))
-            case Figures():
-                parts += [f"![{d.alt}]({figures}/{d.name}.svg)\n\n{d.caption}" for d in block.drawn]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _table(table: Table) -> str:
-    rows = [list(table.columns), ["---"] * len(table.columns), *map(list, table.rows)]
-    lines = ["| " + " | ".join(_cell(c) for c in row) + " |" for row in rows]
-    caption = [f"**{table.caption}**\n"] if table.caption else []
-    notes = ["", *(f"{note}  " for note in table.notes)] if table.notes else []
-    return "\n".join([*caption, *lines, *notes]).rstrip()
-
-
-def _cell(text: str) -> str:
-    return _breaks(text.replace("|", "\\|"))
-
-
-def _breaks(text: str) -> str:
-    return text.replace("\n", "<br>")
