@@ -18,9 +18,10 @@ from sliceout.cli.cases import Case, case_of
 from sliceout.cli.floor import narrow_
 from sliceout.cli.work import step_of
 from sliceout_lab import cli, models
-from sliceout_lab.bench import files, match, page, show, suites, worker
+from sliceout_lab.bench import files, match, show, suites, worker
 from sliceout_lab.bench.flops import count_flops
 from sliceout_lab.bench.networks import PaperWork as build
+from sliceout_lab.report import performance as page
 
 CPU = torch.device("cpu")
 TASK = {"module": worker.MODULE, "device": "cpu", "seconds": 0.01, "threads": 1}
@@ -191,7 +192,7 @@ def test_a_file_that_is_no_result_is_left_alone(tmp_path: Path, text: str) -> No
 
 def test_a_failed_case_is_shown_with_its_error() -> None:
     rows = [row(BASE, 1.0), {**replace(BASE, scheme="sliceout").as_dict(), "error": "out of memory"}]
-    assert "| failed | out of memory |" in show.markdown(rows)
+    assert "| failed | out of memory |" in page.steps_table(rows)
 
 
 def scaling(**wrong: float) -> list[dict[str, Any]]:
@@ -558,5 +559,5 @@ def test_what_circular_costs_beside_window_is_said(tmp_path: Path) -> None:
 
 def test_what_the_process_held_at_first_stands_beside_the_steady_memory() -> None:
     steady = row(BASE, 1.0, max_reserved=100 << 20, max_reserved_process=100 << 20)
-    assert "| 100 MiB |" in show.markdown([steady])
-    assert "| 100 MiB (164 at first) |" in show.markdown([{**steady, "max_reserved_process": 164 << 20}])
+    assert "| 100 MiB |" in page.steps_table([steady])
+    assert "| 100 MiB (164 at first) |" in page.steps_table([{**steady, "max_reserved_process": 164 << 20}])

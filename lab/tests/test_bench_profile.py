@@ -12,9 +12,11 @@ import torch
 
 from sliceout.cli.cases import Case
 from sliceout_lab import cli
-from sliceout_lab.bench import page, profile, profile_page
+from sliceout_lab.bench import profile
 from sliceout_lab.bench.networks import PaperWork as build
 from sliceout_lab.bench.worker import tune
+from sliceout_lab.report import performance as page
+from sliceout_lab.report import profiles as profile_page
 
 CPU = torch.device("cpu")
 BASE = Case("mlp-2x64", 8, "sliceout", precision="fp32")

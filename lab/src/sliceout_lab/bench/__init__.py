@@ -2,5 +2,5 @@
 
 ``suites`` says which cases belong together, ``networks`` builds the paper's, ``worker`` measures one in a process of
 its own, ``flops`` and ``profile`` say what its time and memory were spent on, ``prefill`` compiles ahead, ``match``
-finds batches of equal memory, ``files`` keeps the results, ``show`` prints and draws them, ``page`` writes the page.
+finds batches of equal memory, ``files`` keeps the results, ``show`` prints and draws them.
 """

@@ -1,4 +1,4 @@
-"""Results for people: a table on the terminal, the same in Markdown, and plots of the scaling suite."""
+"""Results on the terminal: tables, and plots of the scaling suite."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from sliceout.cli import table as comparing
 from sliceout.cli.cases import Case, case_of
 from sliceout.cli.measure import held
-from sliceout.cli.table import in_order, milliseconds, percent
+from sliceout.cli.table import milliseconds, percent
 
 from .files import compared
 
@@ -25,17 +25,6 @@ HEADINGS = (
 
 def table(rows: list[dict[str, Any]], title: str) -> Table:
     return comparing.table(rows, title, HEADINGS, compared, cells)
-
-
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """The same table in Markdown."""
-    lines = ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * 3 + "---:|" * (len(HEADINGS) - 3)]
-    for row in compared(in_order(rows)):
-        cell = cells(row)
-        if row["error"]:
-            cell = [*cell[:3], "failed", row["error"].replace("|", "/")[:80], *[""] * (len(HEADINGS) - 5)]
-        lines.append("| " + " | ".join(cell) + " |")
-    return "\n".join(lines)
 
 
 def cells(row: dict[str, Any]) -> list[str]:

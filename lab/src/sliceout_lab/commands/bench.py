@@ -90,9 +90,9 @@ def command(
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 170)
     if docs:
-        from ..bench import page
+        from ..report import performance
 
-        console.print(f"wrote {page.write()}")
+        console.print(f"wrote {performance.write()}")
         return
     if table is not None:
         _print(console, files.read(table), table)
@@ -186,8 +186,8 @@ def _profile(plan: _Plan) -> None:
     from sliceout.cli import run
     from sliceout.cli.bench import raise_for_failures, write_text
 
-    from ..bench import profile_page
     from ..bench.prefill import prefill
+    from ..report import profiles
 
     deadline, cache = time.monotonic() + plan.limit, run.default_cache()
     data: dict[str, Any] = {"kind": "profile", "schema": 1, "tuned_first": plan.task["tune_first"], "cases": []}
@@ -200,8 +200,8 @@ def _profile(plan: _Plan) -> None:
         write_text(plan.path, json.dumps(data, indent=1) + "\n")
         told = row["error"] or "profiled"
         plan.console.print(f"{row['model']} {row['mode']} {row['scheme']}: {told}", soft_wrap=True)
-    for line in profile_page.tables(data["cases"]):
-        plan.console.print(line, soft_wrap=True, markup=False)
+    for line in profiles.tables(data["cases"]):
+        plan.console.print(f"{line}\n", soft_wrap=True, markup=False)
     plan.console.print(f"Numbers: {plan.path}", soft_wrap=True)
     raise_for_failures(data["cases"], len(plan.cases))
 

@@ -1,6 +1,6 @@
 """Pages as Markdown and HTML files, from the templates in ``templates/``.
 
-Texts of a page use a little Markdown (``code``, **strong**, *emphasis*, [links](to)); a line break in a cell is a newline.
+Texts use a little Markdown (``code``, **strong**, *emphasis*, [links](to)); a newline in a cell breaks its line.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from .page import Page, Table
+from .page import Page
 
 _MARKS = (
     (re.compile(r"`([^`]+)`"), r"<code>\1</code>"),
@@ -65,8 +65,9 @@ def markdown(page: Page, figures: str = "figures") -> str:
     return render("page.md.jinja", page=page, figures=figures)
 
 
-def markdown_table(table: Table) -> str:
-    return render("table.md.jinja", table=table).strip()
+def grid(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """A plain table in Markdown, the first ``left`` columns left-aligned, without a line break behind it."""
+    return render("grid.md.jinja", headings=headings, rows=rows, left=left).rstrip("\n")
 
 
 def html(pages: Sequence[Page], title: str) -> str:

@@ -8,31 +8,18 @@ from typing import Any
 
 from sliceout.cli.cases import case_of
 
-from .profile import KINDS
-
-TEXT = """\
-Where a figure is not reached, this says why. Time: the kernels of steady steps by kind, in ms (kernels in a step).
-Memory, in MiB: what can be counted exactly; cuBLAS's workspaces; "rest" is what else was allocated at the peak, mostly
-activations. Graphs keep theirs in pools of their own, in part without counting as allocated: there the pools' size
-stands instead of the rest. The last column is what the process holds. Such a file is made by
-`sliceout-lab bench MODEL --modes MODE --schemes standard,floor,sliceout --profile`.
-"""
+from ..bench.profile import KINDS
+from .render import grid
 
 
-def parts(folder: Path) -> list[str]:
-    """The section of the page for the files under ``folder``."""
-    found = sorted((folder / "results" / "profile").glob("*.json"))
-    if not found:
-        return [TEXT, "Not measured yet: there is no file in `results/profile`.\n"]
-    out = [TEXT]
-    for path in found:
+def sections(folder: Path) -> list[dict[str, Any]]:
+    """What the page says about each file under ``folder``."""
+    out = []
+    for path in sorted((folder / "results" / "profile").glob("*.json")):
         data = json.loads(path.read_text())
-        about = data["machine"]
-        out.append(
-            f"{about['device']}, `{data['command']}`, revision {data['revision']}, {about['date'][:10]}, torch "
-            f"{about['torch']} ([results/profile/{path.name}](../results/profile/{path.name})):\n"
-        )
-        out += tables(data["cases"])
+        about = {"device": data["machine"]["device"], "torch": data["machine"]["torch"], "name": path.name}
+        origin = {"command": data["command"], "revision": data["revision"], "date": data["machine"]["date"][:10]}
+        out.append({**about, **origin, "parts": tables(data["cases"])})
     return out
 
 
@@ -41,18 +28,11 @@ def tables(rows: list[dict[str, Any]]) -> list[str]:
     good = [r for r in rows if r["error"] is None]
     out = [_time([r for r in good if "error" not in r["time"]]), _memory(good)]
     notes = [*_failures(rows), *(note for r in good for note in _pools(r)), *_live(good), *_least(good)]
-    return [text for text in out if text] + (["\n".join(f"- {note}" for note in notes) + "\n"] if notes else [])
+    return [text for text in out if text] + (["\n".join(f"- {note}" for note in notes)] if notes else [])
 
 
 def _label(row: dict[str, Any]) -> str:
     return f"{row['model']} b{row['batch']} {row['mode']}, {case_of(row).label}"
-
-
-def _table(headings: list[str], lines: list[list[str]]) -> str:
-    if not lines:
-        return ""
-    head = ["| " + " | ".join(headings) + " |", "|---|" + "---:|" * (len(headings) - 1)]
-    return "\n".join([*head, *("| " + " | ".join(cells) + " |" for cells in lines)]) + "\n"
 
 
 def _time(rows: list[dict[str, Any]]) -> str:
@@ -62,7 +42,7 @@ def _time(rows: list[dict[str, Any]]) -> str:
         cells = [f"{time['kinds'][k]['ms']:.3f} ({time['kinds'][k]['kernels']:.0f})" for k in KINDS]
         idle = "" if "idle_ms" not in time else f"{time['idle_ms']:.3f}"
         lines.append([_label(row), *cells, idle, f"{time['busy_ms'] + time.get('idle_ms', 0.0):.3f}"])
-    return _table(["time", *KINDS, "nothing runs", "all"], lines)
+    return grid(["time", *KINDS, "nothing runs", "all"], lines) if lines else ""
 
 
 def _memory(rows: list[dict[str, Any]]) -> str:
@@ -74,7 +54,8 @@ def _memory(rows: list[dict[str, Any]]) -> str:
         cells += [memory["max_allocated"], sum(p["reserved"] for p in graphs) if "pools" in memory else None]
         cells.append(memory.get("max_reserved"))
         lines.append([_label(row), *(_mib(c) for c in cells)])
-    return _table(["memory", *names, "cuBLAS", "rest", "max allocated", "graphs' pools", "max reserved"], lines)
+    headings = ["memory", *names, "cuBLAS", "rest", "max allocated", "graphs' pools", "max reserved"]
+    return grid(headings, lines) if lines else ""
 
 
 def _failures(rows: list[dict[str, Any]]) -> list[str]:
