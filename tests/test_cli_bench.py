@@ -56,7 +56,7 @@ def test_a_model_of_ones_own_is_measured_printed_and_written(own_model: str, tmp
 def test_mistakes_are_named_before_anything_is_measured(
     own_model: str, words: list[str], message: str, monkeypatch, capsys
 ) -> None:
-    monkeypatch.setattr(run, "Worker", lambda *args: pytest.fail("a worker was started"))
+    monkeypatch.setattr(run, "command", lambda *args: pytest.fail("a worker was started"))
     assert cli.main(["bench", *words]) == 1
     said = capsys.readouterr().err
     assert said.startswith("sliceout: ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,18 +14,18 @@ import torch
 from torch import nn
 
 import sliceout
-from sliceout.cli import UserError, cases, run
+from sliceout.cli import UserError, cases
 from sliceout.cli.cases import Case, case_of
 from sliceout.cli.floor import narrow_
 from sliceout.cli.work import step_of
 from sliceout_lab import cli, models
-from sliceout_lab.bench import files, match, show, suites, worker
+from sliceout_lab.bench import files, match, run, show, suites, worker
 from sliceout_lab.bench.flops import count_flops
 from sliceout_lab.bench.networks import PaperWork as build
 from sliceout_lab.report import performance as page
 
 CPU = torch.device("cpu")
-TASK = {"module": worker.MODULE, "device": "cpu", "seconds": 0.01, "threads": 1}
+TASK = {"device": "cpu", "seconds": 0.01, "threads": 1}
 
 
 def row(case: Case, ms: float, **more: Any) -> dict[str, Any]:
@@ -403,7 +404,7 @@ def test_workers_measure_and_a_failure_becomes_a_row() -> None:
 
 
 def test_a_worker_that_dies_becomes_a_row(monkeypatch) -> None:
-    monkeypatch.setattr(run.sys, "executable", "/bin/false")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     assert "the worker ended with code 1" in run_all(BASE)[0]["error"]
 
 
@@ -440,7 +441,7 @@ def test_what_cannot_be_measured_is_told(words: list[str], message: str, capsys,
 
 
 def test_failed_cases_are_told_and_end_with_an_exit_code(monkeypatch, tmp_path: Path, capsys) -> None:
-    monkeypatch.setattr(run.sys, "executable", "/bin/false")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     assert cli.main(["bench", "mlp", "--schemes", "none", "--device", "cpu", "--out", str(tmp_path)]) == 1
     assert "1 of 1 cases failed, the first with: the worker ended with code 1" in capsys.readouterr().err
 

@@ -15,7 +15,8 @@ import pytest
 
 from sliceout.cli import UserError
 from sliceout_lab import cli, experiment, reproduce, results
-from sliceout_lab.reproduce import Plan, mean_and_error
+from sliceout_lab.report.groups import Estimate
+from sliceout_lab.reproduce import Plan
 from sliceout_lab.train import Stopped
 from sliceout_lab.train.loop import Diverged
 
@@ -63,15 +64,15 @@ def test_all_rows_and_seeds_and_none_twice(
         (scheme, seed) for scheme in ("none", "sliceout", "standard") for seed in (0, 1)
     ]
     finals = [r["final"]["accuracy"] for r in first]
-    mean, error = mean_and_error(finals)
-    assert error is not None
-    assert f"{100 * mean:.2f} ± {100 * error:.2f}" in told
+    got = Estimate.of(finals)
+    assert got.se is not None
+    assert f"{100 * got.mean:.2f} ± {100 * got.se:.2f}" in told
     monkeypatch.setattr(reproduce, "run", None)  # would fail
     assert cli.main(command(table, out)) == 0
 
 
 def test_one_seed_has_no_standard_error() -> None:
-    assert mean_and_error([0.5]) == (0.5, None)
+    assert Estimate.of([0.5]) == Estimate(0.5, None, 1)
 
 
 @pytest.mark.slow

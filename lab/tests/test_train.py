@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from sliceout import convert_
-from sliceout.cli import UserError, energy
-from sliceout_lab import cli, experiment, results
+from sliceout.cli import UserError
+from sliceout_lab import cli, energy, experiment, results
 from sliceout_lab.data.fashion import SUBSET
 from sliceout_lab.models.mlp import mlp
 from sliceout_lab.train import Stopped, loop

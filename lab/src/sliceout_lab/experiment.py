@@ -18,7 +18,7 @@ from typing import Any
 
 from sliceout.cli import UserError
 
-from .experiment_file import FOLDER, MODES, PRECISIONS, Scheme, check, merge, names, near, read
+from .experiment_file import FOLDER, MODES, PRECISIONS, SCHEME, check, merge, names, near, read
 
 SCALES = ("epochs", "width", "subset", "batch")
 SLICED = ("sliceout", "controlled", "patch")  # schemes whose networks are smaller
@@ -222,7 +222,7 @@ def scheme_of(experiment: Experiment, given: Mapping[str, Any]) -> dict[str, Any
     from sliceout.baselines import SCHEMES
 
     out = {
-        **dict.fromkeys(Scheme.__struct_fields__),
+        **dict.fromkeys(SCHEME),
         **experiment.scheme,
         **{k: v for k, v in given.items() if v is not None},
     }

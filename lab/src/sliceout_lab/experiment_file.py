@@ -23,103 +23,39 @@ Precision = Literal["fp32", "tf32", "bf16"]
 MODES, PRECISIONS = get_args(Mode), get_args(Precision)
 
 Number = int | float
-Some = msgspec.UnsetType
-UNSET = msgspec.UNSET
 
 
-class Scheme(msgspec.Struct, forbid_unknown_fields=True):
-    """A scheme and its settings."""
-
-    scheme: str | Some = UNSET
-    rate: Number | Some = UNSET
-    sampling: str | Some = UNSET
-    norm: str | Some = UNSET
-    align: int | Some = UNSET
-    stages: int | Some = UNSET
-    exclusions: bool | Some = UNSET
-    attention: str | Some = UNSET
-    grads: str | Some = UNSET
+def _struct(name: str, /, **fields: Any) -> type[msgspec.Struct]:
+    """A part of a file: every key may be missing, and no other may be there."""
+    optional = [(key, kind | msgspec.UnsetType, msgspec.UNSET) for key, kind in fields.items()]
+    return msgspec.defstruct(name, optional, forbid_unknown_fields=True)
 
 
-class Row(msgspec.Struct, forbid_unknown_fields=True):
-    """Like a scheme; lists of values stand for all combinations."""
-
-    scheme: str | list[str] | Some = UNSET
-    rate: Number | list[Number] | Some = UNSET
-    sampling: str | list[str] | Some = UNSET
-    norm: str | list[str] | Some = UNSET
-    align: int | list[int] | Some = UNSET
-    stages: int | list[int] | Some = UNSET
-    exclusions: bool | list[bool] | Some = UNSET
-    attention: str | list[str] | Some = UNSET
-    grads: str | list[str] | Some = UNSET
-
-
-class Inputs(msgspec.Struct, forbid_unknown_fields=True):
-    augment: str | Some = UNSET
-    normalise: str | Some = UNSET
-    flatten: bool | Some = UNSET
-    sequence: int | Some = UNSET
-    size: int | Some = UNSET
-
-
-class Optimizer(msgspec.Struct, forbid_unknown_fields=True):
-    name: str | Some = UNSET
-    lr: Number | Some = UNSET
-    betas: list[Number] | Some = UNSET
-    eps: Number | Some = UNSET
-    momentum: Number | Some = UNSET
-    dampening: Number | Some = UNSET
-    nesterov: bool | Some = UNSET
-    weight_decay: Number | Some = UNSET
-    alpha: Number | Some = UNSET
-
-
-class Schedule(msgspec.Struct, forbid_unknown_fields=True):
-    name: str | Some = UNSET
-    at: list[Number] | Some = UNSET
-    factor: Number | Some = UNSET
-    every: Number | Some = UNSET
-    of: Number | Some = UNSET
-    warmup: Number | Some = UNSET
-    tail_lr: Number | Some = UNSET
-
-
-class Entries(msgspec.Struct, forbid_unknown_fields=True):
-    """What a file and its ``[quick]`` form have in common."""
-
-    title: str | Some = UNSET
-    stands_in: str | Some = UNSET
-    data: str | Some = UNSET
-    samples: int | Some = UNSET
-    model: str | Some = UNSET
-    epochs: int | Some = UNSET
-    epoch_steps: int | Some = UNSET
-    batch: int | Some = UNSET
-    tail: Number | Some = UNSET
-    precision: Precision | Some = UNSET
-    mode: Mode | Some = UNSET
-    seeds: list[int] | Some = UNSET
-    rows: list[Row] | Some = UNSET
-    scheme: Scheme | Some = UNSET
-    inputs: Inputs | Some = UNSET
-    optimizer: Optimizer | Some = UNSET
-    schedule: Schedule | Some = UNSET
-    model_settings: dict[str, Any] | Some = UNSET
-    """What the network's class takes: it checks them itself."""
-
-
-class Quick(Entries, forbid_unknown_fields=True):
-    width: int | Some = UNSET
-    subset: int | Some = UNSET
-
-
-class File(Entries, forbid_unknown_fields=True):
-    table: str | Some = UNSET
-    quick: Quick | Some = UNSET
-
-
-SECTIONS = ("scheme", "inputs", "optimizer", "schedule", "model_settings")
+SCHEME: dict[str, Any] = {
+    "scheme": str, "rate": Number, "sampling": str, "norm": str, "align": int, "stages": int, "exclusions": bool,
+    "attention": str, "grads": str,
+}  # fmt: skip
+"""A scheme and its settings."""
+_SECTIONS: dict[str, Any] = {
+    "scheme": _struct("Scheme", **SCHEME),
+    "inputs": _struct("Inputs", augment=str, normalise=str, flatten=bool, sequence=int, size=int),
+    "optimizer": _struct(
+        "Optimizer", name=str, lr=Number, betas=list[Number], eps=Number, momentum=Number, dampening=Number,
+        nesterov=bool, weight_decay=Number, alpha=Number,
+    ),
+    "schedule": _struct(
+        "Schedule", name=str, at=list[Number], factor=Number, every=Number, of=Number, warmup=Number, tail_lr=Number
+    ),
+    "model_settings": dict[str, Any],  # what the network's class takes: it checks them itself
+}  # fmt: skip
+_Row = _struct("Row", **{key: kind | list[kind] for key, kind in SCHEME.items()})  # type: ignore[valid-type]
+_ENTRIES: dict[str, Any] = {
+    "title": str, "stands_in": str, "data": str, "samples": int, "model": str, "epochs": int, "epoch_steps": int,
+    "batch": int, "tail": Number, "precision": Precision, "mode": Mode, "seeds": list[int], "rows": list[_Row],  # type: ignore[valid-type]
+    **_SECTIONS,
+}  # fmt: skip
+_Quick = _struct("Quick", **_ENTRIES, width=int, subset=int)
+_File = _struct("File", **_ENTRIES, table=str, quick=_Quick)
 _NEEDED = ("title", "table", "data", "model", "epochs", "batch", "optimizer", "scheme")
 
 
@@ -158,7 +94,7 @@ def merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in above.items():
         old = out.get(key)
         same = isinstance(old, dict) and isinstance(value, Mapping) and value.get("name") in (None, old.get("name"))
-        mixes = same and key in SECTIONS and key != "model_settings"  # which are of one model, and not of the next
+        mixes = same and key in _SECTIONS and key != "model_settings"  # which are of one model, and not of the next
         out[key] = merge(old, value) if mixes else copy.deepcopy(value)  # type: ignore[arg-type]
     return out
 
@@ -170,7 +106,7 @@ def check(raw: dict[str, Any], path: Path) -> None:
         UserError: naming the key, the value and what was expected.
     """
     try:
-        msgspec.convert(raw, File)
+        msgspec.convert(raw, _File)
     except msgspec.ValidationError as error:
         raise UserError(f"{path}: {_explain(str(error), raw)}") from error
     missing = [key for key in _NEEDED if key not in raw]
@@ -207,5 +143,4 @@ def _explain(message: str, raw: dict[str, Any]) -> str:
 def _fields(where: str) -> tuple[str, ...]:
     """The keys that may stand in this part of a file."""
     last = re.sub(r"\[.*", "", where.rpartition(".")[2])
-    sections = {"scheme": Scheme, "inputs": Inputs, "optimizer": Optimizer, "schedule": Schedule, "rows": Row}
-    return {"": File, "quick": Quick, **sections}[last].__struct_fields__
+    return {"": _File, "quick": _Quick, "rows": _Row, **_SECTIONS}[last].__struct_fields__

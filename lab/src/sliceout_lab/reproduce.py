@@ -7,7 +7,6 @@ moment and called again. On a GPU every run has a process of its own: what one l
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import signal
 import statistics
@@ -26,9 +25,11 @@ from rich.table import Table
 from sliceout.cli import UserError
 
 from . import experiment as experiments
+from . import report as report_pages
 from . import results
 from .experiment import Experiment, Job
 from .experiment_file import near
+from .report.groups import Estimate
 from .storage import explained
 from .train import Settings, Stopped, run
 from .train.__main__ import write
@@ -149,15 +150,8 @@ def reproduce(
     if code:
         return code
     if rows and report:
-        page = _report(kept, out)
-        console.print(f"Report: {page}", soft_wrap=True)
+        console.print(f"Report: {report_pages.write([kept], out / 'report')}", soft_wrap=True)
     return 1 if failed else 0
-
-
-def _report(kept: Path, out: Path) -> Path:
-    from .report import write as write_report
-
-    return write_report([kept], out / "report")
 
 
 def _here(todo: Sequence[Job], settings: Settings, console: Console) -> list[str]:
@@ -260,17 +254,6 @@ def _score(record: dict[str, Any]) -> str:
     return f"{final['accuracy']:.2%}" if "accuracy" in final else f"perplexity {final['perplexity']:.2f}"
 
 
-def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """The mean and its standard error, which one value does not have.
-
-    Example:
-        >>> mean_and_error([1.0, 3.0])
-        (2.0, 1.0)
-    """
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    return statistics.fmean(values), error
-
-
 def summary(plan: Plan, rows: Sequence[dict[str, Any]]) -> Table:
     """Every row of the plan that is there, over its seeds."""
     grouped: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -305,7 +288,6 @@ def summary(plan: Plan, rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _shown(values: Sequence[float], percent: bool) -> str:
-    mean, error = mean_and_error(values)
-    scale, digits = (100, 2) if percent else (1, 2)
-    tail = f" ± {scale * error:.{digits}f}" if error is not None else ""
-    return f"{scale * mean:.{digits}f}{tail}"
+    estimate = Estimate.of(100 * v if percent else v for v in values)
+    assert estimate is not None
+    return f"{estimate.mean:.2f}" + (f" ± {estimate.se:.2f}" if estimate.se is not None else "")

@@ -69,9 +69,9 @@ def command(
     rows: list[dict[str, Any]] = []
     data: dict[str, Any] = {"kind": "bench", "schema": 1, "machine": machine.describe(torch.device(kind))}
     data |= {"command": shlex.join(["sliceout", *sys.argv[1:]]), "cases": rows}
-    say = lambda text: console.print(text, style="dim", soft_wrap=True)  # noqa: E731
-    for _, row in run.run_cases(chosen, run.task(kind, seconds), say=say):
+    for row in run.run_cases(chosen, run.task(kind, seconds)):
         rows.append(row)
+        console.print(f"{len(rows)} of {len(chosen)}: {row['model']} {row['mode']} {row['scheme']}", style="dim")
         if out is not None:
             write_text(out, json.dumps(data, indent=1) + "\n")
     about = data["machine"]

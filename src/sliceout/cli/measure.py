@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ..capture import free_workspaces
-from . import energy
 from .memory import peak_of_step, steady_peaks
 from .work import Work, step_of
 
@@ -22,13 +21,13 @@ STEADY = 3
 """Steps whose memory counts, after the warm-up."""
 
 
-def measure(work: Work, seconds: float) -> dict[str, Any]:
-    """Time and memory of the training step of ``work``."""
+def measure(work: Work, seconds: float, meter: Callable[[], float] | None = None) -> dict[str, Any]:
+    """Time and memory of the training step of ``work``, and its energy where ``meter`` counts joules."""
+    torch.backends.cudnn.benchmark = True
     step, device = step_of(work, work.case.batch), work.device
     found = steady_memory(step, work, work.case.batch)
     first = step_times(step, device, 5)
     each = max(min(int(1000 * seconds / 3 / max(statistics.median(first), 1e-3)), 2000), 4)
-    meter = energy.meter(device)
     before, start = meter() if meter else 0.0, time.perf_counter()
     times = [t for _ in range(3) for t in step_times(step, device, each)]
     wall, joules = time.perf_counter() - start, meter() - before if meter else None

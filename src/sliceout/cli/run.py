@@ -1,123 +1,50 @@
-"""Starting workers: side by side while they only prepare, one at a time while they use the device."""
+"""Cases in processes of their own, one after another: nothing that one leaves behind reaches the next."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
-import queue
 import subprocess
 import sys
-import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, TextIO
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
 from .cases import Case
 
-CASE_SECONDS = 240
+CASE_SECONDS = 600
 """A case that takes longer than this is stuck."""
-_SETTINGS = {"TORCHINDUCTOR_COMPILE_THREADS": "4"}
-"""Of every worker alike, since they are part of the cache's keys; several workers compile at once."""
-
-Say = Callable[[str], None]
 
 
 def task(device: str, seconds: float, **more: Any) -> dict[str, Any]:
-    """What a worker is told besides its case; ``module`` is the worker's own."""
+    """What a worker is told besides its case."""
     threads = 2 if device == "cuda" else torch.get_num_threads()
-    return {"module": "sliceout.cli.worker", "device": device, "seconds": seconds, "threads": threads, **more}
+    return {"device": device, "seconds": seconds, "threads": threads, **more}
 
 
-def default_cache() -> Path:
-    """Where Inductor keeps what it has compiled, for all workers."""
-    cache = Path(tempfile.gettempdir()) / f"sliceout-bench-{os.getuid()}"
-    cache.mkdir(exist_ok=True)
-    return cache
+def command(module: str, case: Case, task: dict[str, Any]) -> dict[str, Any]:
+    """How the worker in ``module`` is started for a case: it imports what this process would."""
+    path = os.pathsep.join(filter(None, sys.path))
+    arguments = [sys.executable, "-m", module, json.dumps({"case": case.as_dict(), **task})]
+    return {"args": arguments, "env": {**os.environ, "PYTHONPATH": path}, "text": True}
 
 
-class Worker:
-    """A process that prepares a case, waits, and measures it."""
+def failed(case: Case, code: int, log: str) -> dict[str, Any]:
+    """The row of a worker that ended without one."""
+    last = (log.strip().splitlines() or ["nothing printed"])[-1]
+    return {**case.as_dict(), "error": f"the worker ended with code {code}: {last[:300]}"}
 
-    def __init__(self, case: Case, task: dict[str, Any], cache: Path) -> None:
-        self.case = case
-        self.log: TextIO = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        path = os.pathsep.join(filter(None, sys.path))  # it imports what this process would
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", task["module"], json.dumps({"case": case.as_dict(), **task})],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
-            env={**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": str(cache), **_SETTINGS},
-        )  # fmt: skip
-        self.lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._listen, daemon=True).start()
 
-    def _listen(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("{"):  # compilers print what they like
-                self.lines.put(line)
-        self.lines.put(None)
-
-    def answer(self, until: float) -> dict[str, Any] | None:
-        """The next line; ``None`` if time is up. A process that ended without an answer is an error row."""
+def run_cases(cases: Iterable[Case], task: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The row of each case as it is measured; whatever goes wrong is in its ``error``."""
+    for case in cases:
         try:
-            line = self.lines.get(timeout=max(until - time.monotonic(), 0.01))
-        except queue.Empty:
-            return None
-        if line is not None:
-            return json.loads(line)
-        code = self.process.wait()
-        self.log.seek(0)
-        last = (self.log.read().strip().splitlines() or ["nothing printed"])[-1]
-        return {**self.case.as_dict(), "error": f"the worker ended with code {code}: {last[:300]}"}
-
-    def go(self) -> None:
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write("go\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended, as its answer will tell
-
-    def stop(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        self.log.close()
-
-
-def run_cases(
-    cases: Sequence[Case],
-    task: dict[str, Any],
-    *,
-    cache: Path | None = None,
-    prepare: int = 0,
-    deadline: float = math.inf,
-    seconds: float = CASE_SECONDS,
-    say: Say = lambda _: None,
-) -> Iterator[tuple[Case, dict[str, Any]]]:
-    """Rows as they come; ends early at ``deadline`` (of ``time.monotonic``), without rows for what was cut off."""
-    prepare = prepare or (8 if task["device"] == "cuda" else 1)
-    for first in range(0, len(cases), prepare):
-        if time.monotonic() > deadline:
-            return
-        group = [Worker(case, task, cache or default_cache()) for case in cases[first : first + prepare]]
-        try:
-            prepared = [(w, w.answer(min(deadline, time.monotonic() + CASE_SECONDS))) for w in group]
-            for worker, answer in prepared:
-                if answer is not None and "ready" in answer and time.monotonic() < deadline:
-                    say(f"{worker.case.model} b{worker.case.batch} {worker.case.mode} {worker.case.label}")
-                    worker.go()
-                    answer = worker.answer(min(deadline, time.monotonic() + seconds))
-                    if answer is None and time.monotonic() < deadline:
-                        answer = {**worker.case.as_dict(), "error": f"not done after {seconds:g} s"}
-                if answer is not None and "ready" not in answer:
-                    yield worker.case, answer
-                worker.stop()
-        finally:
-            for worker in group:
-                worker.stop()
+            done = subprocess.run(
+                **command("sliceout.cli.worker", case, task), capture_output=True, timeout=CASE_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            yield {**case.as_dict(), "error": f"not done after {CASE_SECONDS} s"}
+            continue
+        rows = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        yield json.loads(rows[-1]) if rows else failed(case, done.returncode, done.stderr)

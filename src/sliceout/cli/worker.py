@@ -1,9 +1,4 @@
-"""One case in a process of its own: ``python -m sliceout.cli.worker '{...}'`` prints lines of JSON.
-
-It imports, builds and converts at once, prints ``{"ready": true}`` and waits for a line on its standard input: the
-parent starts several workers side by side, but lets one at a time use the device. Then it warms up, compiles or
-captures, measures memory and time, and prints its row. Whatever goes wrong becomes the row's ``error``.
-"""
+"""One case in a process of its own: ``python -m sliceout.cli.worker '{...}'`` prints its row as a line of JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -19,18 +14,15 @@ from .cases import case_of
 from .measure import measure
 from .work import Work, set_precision
 
-Action = Callable[[Work, dict[str, Any]], dict[str, Any]]
+Action = Callable[[Work, dict[str, Any], TextIO], dict[str, Any]]
 
 
 def main() -> None:
-    serve(json.loads(sys.argv[1]), Work, lambda work, task: measure(work, task["seconds"]))
+    serve(json.loads(sys.argv[1]), Work, lambda work, task, out: measure(work, task["seconds"]))
 
 
-def serve(task: dict[str, Any], build: type[Work], act: Action, prepare: Action = lambda work, task: {}) -> None:
-    """Build the case of ``task``, wait for the parent's line, and print the row that ``prepare`` and ``act`` make.
-
-    ``prepare`` runs beside the preparations of other workers, ``act`` has the device to itself.
-    """
+def serve(task: dict[str, Any], build: type[Work], act: Action) -> None:
+    """Build the case of ``task`` and print the row that ``act`` makes; whatever goes wrong is in its ``error``."""
     out = sys.stdout
     sys.stdout = sys.stderr  # compilers print: the parent reads JSON
     case = case_of(task["case"])
@@ -41,12 +33,7 @@ def serve(task: dict[str, Any], build: type[Work], act: Action, prepare: Action 
         set_precision(case.precision)
         work = build(case, torch.device(task["device"]))
         row["parameters"] = sum(p.numel() for p in work.net.parameters())
-        row.update(prepare(work, task))
-        print(json.dumps({"ready": True}), file=out, flush=True)
-        if not sys.stdin.readline():  # the parent is gone
-            return
-        torch.backends.cudnn.benchmark = True
-        row.update(act(work, task))
+        row.update(act(work, task, out))
     except torch.OutOfMemoryError as error:
         row["error"] = "out of memory: " + str(error).partition(". ")[0]
     except Exception as error:

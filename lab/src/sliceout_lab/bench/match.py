@@ -13,7 +13,8 @@ from typing import Any
 
 from sliceout.cli.cases import Case, case_of
 from sliceout.cli.measure import held
-from sliceout.cli.run import CASE_SECONDS, Say, run_cases
+
+from .run import CASE_SECONDS, Say, run_cases
 
 SEARCH_SECONDS = 5 * CASE_SECONDS
 """A search makes about ten steps of other shapes, and each may be compiled."""

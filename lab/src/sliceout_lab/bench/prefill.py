@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from sliceout.cli.cases import Case
-from sliceout.cli.run import Worker
+
+from .run import Worker
 
 
 def prefill(cases: Sequence[Case], task: dict[str, Any], *, cache: Path, workers: int, deadline: float) -> list[str]:

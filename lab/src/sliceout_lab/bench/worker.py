@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -15,22 +15,28 @@ from sliceout.cli.measure import held, measure, release, steady_memory
 from sliceout.cli.work import Work, step_of
 from sliceout.cli.worker import serve
 
+from .. import energy
 from . import profile
 from .flops import count_flops
 from .networks import PaperWork
 
-MODULE = "sliceout_lab.bench.worker"
 MOST = 16
 """How many times the baseline's batch is tried at most when a larger one is looked for."""
 
 
 def main() -> None:
-    serve(json.loads(sys.argv[1]), PaperWork, act, prepare)
+    serve(json.loads(sys.argv[1]), PaperWork, prepare_and_act)
 
 
-def prepare(work: Work, task: dict[str, Any]) -> dict[str, Any]:
+def prepare_and_act(work: Work, task: dict[str, Any], out: TextIO) -> dict[str, Any]:
+    """Count FLOPs beside the preparations of other workers, wait for the parent's line, and then use the device."""
     timed = not any(task.get(k) for k in ("compile_only", "profile")) and task.get("within") is None
-    return {"flops": count_flops(work) if timed else None}
+    flops = count_flops(work) if timed else None
+    print(json.dumps({"ready": True}), file=out, flush=True)
+    if not sys.stdin.readline():
+        sys.exit("the parent is gone")
+    torch.backends.cudnn.benchmark = True
+    return {"flops": flops, **act(work, task)}
 
 
 def act(work: Work, task: dict[str, Any]) -> dict[str, Any]:
@@ -45,7 +51,7 @@ def act(work: Work, task: dict[str, Any]) -> dict[str, Any]:
         return largest_batch(work, task["within"])
     if task.get("profile"):
         return profile.look(work, work.case.batch)
-    return measure(work, task["seconds"])
+    return measure(work, task["seconds"], energy.meter(work.device))
 
 
 def tune(work: Work, batch: int) -> None:

@@ -84,9 +84,10 @@ def command(
     import torch
     from rich.console import Console
 
-    from sliceout.cli import cases, run
+    from sliceout.cli import cases
+    from sliceout.cli.run import task
 
-    from ..bench import files, suites, worker
+    from ..bench import files, suites
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 170)
     if docs:
@@ -121,7 +122,7 @@ def command(
     plan = _Plan(
         console, chosen, files.path_for(out, chosen, where, name or suite),
         files.header(where, shlex.join(["sliceout-lab", *sys.argv[1:]]), revision),
-        run.task(kind, seconds, module=worker.MODULE, tune_first=tune_first), prepare, prefill, limit,
+        task(kind, seconds, tune_first=tune_first), prepare, prefill, limit,
     )  # fmt: skip
     if profile:
         _profile(plan)
@@ -144,11 +145,10 @@ class _Plan:
 
 
 def _measure(plan: _Plan, match_memory: bool, retry: bool) -> None:
-    from sliceout.cli import run
     from sliceout.cli.bench import raise_for_failures
     from sliceout.cli.cases import case_of
 
-    from ..bench import files, match
+    from ..bench import files, match, run
     from ..bench.prefill import prefill
 
     deadline, cache = time.monotonic() + plan.limit, run.default_cache()
@@ -183,9 +183,9 @@ def _measure(plan: _Plan, match_memory: bool, retry: bool) -> None:
 
 
 def _profile(plan: _Plan) -> None:
-    from sliceout.cli import run
     from sliceout.cli.bench import raise_for_failures, write_text
 
+    from ..bench import run
     from ..bench.prefill import prefill
     from ..report import profiles
 

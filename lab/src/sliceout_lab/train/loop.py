@@ -7,6 +7,7 @@ goes on as if it had not been.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import os
@@ -23,9 +24,9 @@ from rich.console import Console
 from torch import Tensor
 
 from sliceout import draws
-from sliceout.cli import UserError, energy
+from sliceout.cli import UserError
 
-from .. import machine, results
+from .. import energy, machine, results
 from ..experiment import SLICED, Job
 from ..storage import whole_file
 from .checkpoint import Checkpoints
@@ -136,16 +137,12 @@ def _fit(t: Training, store: Checkpoints, settings: Settings, stop: Stop, show: 
     record.concurrent = max(record.concurrent, settings.concurrent)
     if record.step:
         show.say(f"going on at step {record.step:,} of {t.total:,}")
-    writer = _tensorboard(t, record, store, settings)
-    try:
-        return _epochs(t, record, store, settings, stop, show, writer)
-    finally:
-        if writer is not None:
-            writer.close()  # also when stopped: what it holds is written now or never
+    with _tensorboard(t, record, store, settings) as log:  # closed also when stopped: what it holds is written then
+        return _epochs(t, record, store, settings, stop, show, log)
 
 
 def _epochs(
-    t: Training, record: Record, store: Checkpoints, settings: Settings, stop: Stop, show: Show, writer: Any
+    t: Training, record: Record, store: Checkpoints, settings: Settings, stop: Stop, show: Show, log: Any
 ) -> Record:
     joules = _meter(t, record)
     losses = torch.zeros((), device=t.device)
@@ -159,7 +156,8 @@ def _epochs(
         if t.step is None:
             make(t, record)
             show.start(record.step)
-        _reset_peak(t.device)
+        if t.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(t.device)
         used = joules() if joules else None
         clock = Clock(t.device, t.steps)
         signum = steps(t, record, end, losses, clock, show, stop)
@@ -182,9 +180,8 @@ def _epochs(
         record.epochs.append(entry)
         record.losses = record.seconds = 0.0
         show.epoch(entry, record.step)
-        if writer is not None:
-            for key in entry.keys() - {"epoch"}:
-                writer.add_scalar(key, entry[key], number + 1)
+        for key in (entry.keys() - {"epoch"}) if log is not None else ():
+            log.add_scalar(key, entry[key], number + 1)
         signum = t.ranks.highest(stop.signum)
         late = t.ranks.highest(time.monotonic() - saved >= settings.checkpoint_seconds)
         if record.step < t.total and (late or signum):
@@ -315,11 +312,6 @@ def _resume(t: Training, store: Checkpoints) -> Record:
 # -- measurements ------------------------------------------------------------------------------------------------------
 
 
-def _reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
 def _note_peak(t: Training, record: Record) -> None:
     """CUDA graphs keep their activations in a pool that counts as reserved only: no peak of live tensors is known."""
     if t.device.type == "cuda":
@@ -347,13 +339,14 @@ def _meter(t: Training, record: Record) -> Callable[[], float] | None:
 
 def _tensorboard(t: Training, record: Record, store: Checkpoints, settings: Settings) -> Any:
     if not settings.tensorboard or not t.ranks.first:
-        return None
+        return contextlib.nullcontext()
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise UserError("--tensorboard: tensorboard is not installed: pip install tensorboard") from error
     at = len(record.epochs) + 1  # epochs after the checkpoint are trained again: what was logged of them goes
-    return SummaryWriter(str(store.folder.parent / "tensorboard" / t.job.id), purge_step=at if record.step else None)
+    folder = str(store.folder.parent / "tensorboard" / t.job.id)
+    return contextlib.closing(SummaryWriter(folder, purge_step=at if record.step else None))
 
 
 def _result(t: Training, record: Record) -> dict[str, Any]:

@@ -14,11 +14,12 @@ from torch.optim import SGD, Adam, Optimizer, RMSprop
 
 from sliceout import Tail, convert_
 from sliceout.cli import UserError
+from sliceout.cli.work import set_precision
 
 from .. import data, models
 from ..experiment import Job
 from .distributed import Ranks
-from .modes import Step, set_precision
+from .modes import Step
 from .rates import learning_rate
 
 
