@@ -43,7 +43,7 @@ class Experiment:
     inputs: dict[str, Any] = field(default_factory=dict)
     model_settings: dict[str, Any] = field(default_factory=dict)
     stands_in: str = ""
-    """What it replaces, where the paper's data is not to be had: its numbers are not the paper's."""
+    """What it replaces, where the paper's data is not available: its numbers are not the paper's."""
     samples: int | None = None
     """Training samples (tokens) of the data."""
     epoch_steps: int = 0

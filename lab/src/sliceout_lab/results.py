@@ -37,7 +37,7 @@ def write(folder: Path, record: dict[str, Any]) -> None:
 
 
 def read(folder: Path, say: Callable[[str], None] = _warn) -> list[dict[str, Any]]:
-    """All records in ``folder``, oldest first; ``say`` is told of files that are none."""
+    """All records in ``folder``, oldest first; ``say`` is called for files that are none."""
     records = []
     for path in sorted(folder.glob("*.json")):
         try:

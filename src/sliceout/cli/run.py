@@ -18,7 +18,7 @@ CASE_SECONDS = 600
 
 
 def task(device: str, seconds: float, **more: Any) -> dict[str, Any]:
-    """What a worker is told besides its case."""
+    """The settings of a worker, besides its case."""
     threads = 2 if device == "cuda" else torch.get_num_threads()
     return {"device": device, "seconds": seconds, "threads": threads, **more}
 

@@ -1,7 +1,7 @@
 """The paper's approach 2: a larger batch in the memory that standard dropout needs.
 
 The batch is searched for in one process, with real steps, and then measured in a process of its own, exactly as the
-baseline was: what the search leaves behind in libraries and allocators is nobody's.
+baseline was: libraries and allocators keep nothing from the search.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ PRODUCTS, SLICES, OPTIMIZER = "convolutions and matrix products", "take, put, st
 NORMS, POINTWISE, COPIES = "batch norm", "other pointwise and reductions", "memcpy and memset"
 KINDS = (PRODUCTS, SLICES, OPTIMIZER, NORMS, POINTWISE, COPIES)
 
-_PATTERNS = (  # the first that matches; Inductor names its kernels after everything that it melted into them
+_PATTERNS = (  # the first that matches; Inductor names its kernels after everything that it fused into them
     (COPIES, r"^mem(cpy|set)\b"),
     (SLICES, r"^sliceout::"),
     (OPTIMIZER, r"multi_tensor_apply|fused_?(adam|sgd)|^aten::_(fused|foreach)|^optimizer\."),
@@ -52,7 +52,7 @@ _WAITING = re.compile(r"sync$|^stream wait", re.IGNORECASE)
 
 
 def look(work: Work, batch: int) -> dict[str, Any]:
-    """``time`` and ``memory`` of a training step of ``work``, and the bytes that can be told ``exactly``."""
+    """``time`` and ``memory`` of a training step of ``work``, and the bytes that are known ``exactly``."""
     exactly = exact(work)
     gc.collect()  # the copy that was cut down is not to be in the way
     cuda = work.device.type == "cuda"
@@ -65,7 +65,7 @@ def look(work: Work, batch: int) -> dict[str, Any]:
     memory = on_cuda(step, work, batch, follow) if follow is not None else on_cpu(step, work, batch)
     try:
         time = times(step, work.device)
-    except Exception as error:  # a machine whose profiler is not to be had still tells its memory
+    except Exception as error:  # where the profiler does not work, memory is still measured
         time = {"error": f"{type(error).__name__}: {error}"[:300]}
     return {"exactly": exactly, "memory": memory, "time": time}
 
@@ -254,7 +254,7 @@ class _Followed:
 def by_pool(segments: list[dict[str, Any]], history: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Reserved and allocated bytes of each pool, and how high its live memory rose in each of the first steps.
 
-    Segments that were given back since then are nobody's: only what the pools still hold is followed.
+    Segments that were freed since then do not count: only what the pools still hold is followed.
     """
     pools: dict[tuple[int, ...], list[dict[str, Any]]] = {}
     for segment in segments:

@@ -198,8 +198,8 @@ def _profile(plan: _Plan) -> None:
     for _, row in run.run_cases(plan.cases, task, cache=cache, prepare=plan.prepare, deadline=deadline):
         data["cases"].append(row)
         write_text(plan.path, json.dumps(data, indent=1) + "\n")
-        told = row["error"] or "profiled"
-        plan.console.print(f"{row['model']} {row['mode']} {row['scheme']}: {told}", soft_wrap=True)
+        outcome = row["error"] or "profiled"
+        plan.console.print(f"{row['model']} {row['mode']} {row['scheme']}: {outcome}", soft_wrap=True)
     for line in profiles.tables(data["cases"]):
         plan.console.print(f"{line}\n", soft_wrap=True, markup=False)
     plan.console.print(f"Numbers: {plan.path}", soft_wrap=True)

@@ -101,12 +101,12 @@ def _train(
         console.print(f"This run is in {out / results.NAME} already: --fresh trains it anew.", soft_wrap=True)
     score = result["final"]
     if "accuracy" in score:
-        told = f"test accuracy {score['accuracy']:.2%} (best {score['best']:.2%} in epoch {score['at_epoch']})"
+        score_text = f"test accuracy {score['accuracy']:.2%} (best {score['best']:.2%} in epoch {score['at_epoch']})"
     else:
-        told = f"perplexity {score['perplexity']:.2f} (best {score['best']:.2f} in epoch {score['at_epoch']})"
+        score_text = f"perplexity {score['perplexity']:.2f} (best {score['best']:.2f} in epoch {score['at_epoch']})"
     console.print(
-        f"{job.experiment} {job.label}: {told}, {result['ms_per_step']:.3g} ms per step, {result['seconds']:.1f} s of "
-        f"training.  Result {job.id} in {out / results.NAME}",
+        f"{job.experiment} {job.label}: {score_text}, {result['ms_per_step']:.3g} ms per step, "
+        f"{result['seconds']:.1f} s of training.  Result {job.id} in {out / results.NAME}",
         soft_wrap=True,
     )
 

@@ -34,7 +34,7 @@ def write(
         out: folder for ``report.html``, ``results.md``, ``co2.md`` and ``figures/``; made if it is not there.
         bench: results of ``sliceout-lab bench`` (``*.json``), or folders that hold them.
         carbon: carbon intensity of the electricity, with its source.
-        say: is told what was left out while reading.
+        say: called with a message for every file that was left out.
 
     Returns:
         The HTML page.

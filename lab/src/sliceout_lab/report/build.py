@@ -79,13 +79,13 @@ def _opening(measured: Measured, groups: Sequence[Group]) -> list[Block]:
     machines = sorted({g.device for g in groups} | benched)
     revisions = sorted({str(r.record.get("revision"))[:8] for r in measured.runs if r.record.get("revision")})
     cases = sum(len(b.get("cases") or []) for b in measured.benches)
-    told = f"{len(measured.runs)} training runs in {len(groups)} configurations and {cases} benchmarked steps"
-    told += f", on {', '.join(machines)}" if machines else ""
-    told += f"; revision{'s' if len(revisions) > 1 else ''} {', '.join(revisions)}" if revisions else ""
+    summary = f"{len(measured.runs)} training runs in {len(groups)} configurations and {cases} benchmarked steps"
+    summary += f", on {', '.join(machines)}" if machines else ""
+    summary += f"; revision{'s' if len(revisions) > 1 else ''} {', '.join(revisions)}" if revisions else ""
     blocks: list[Block] = [
         Text(
             "*Improving compute efficacy frontiers with SliceOut* (Notin, Gomez, Yoo and Gal) and what comes out here: "
-            f"{told}. Made by `sliceout-lab report` from result files; no number on this page is written by hand."
+            f"{summary}. Made by `sliceout-lab report` from result files; no number on this page is written by hand."
         )
     ]
     if shared := sum(not run.alone for run in measured.runs):

@@ -248,19 +248,19 @@ def _verdicts(changes: Sequence[tuple[str, str, float]], theirs: dict[str, Any])
     low, high = theirs["summary"]
     for number, claim in enumerate(theirs["approaches"], 1):
         got = [c for _, approach, c in changes if approach.startswith(f"{number}.")]
-        told = claim["co2"] if isinstance(claim["co2"], int) else f"{claim['co2'][0]} to {claim['co2'][1]}"
+        claimed = claim["co2"] if isinstance(claim["co2"], int) else f"{claim['co2'][0]} to {claim['co2'][1]}"
         if not got:
-            out.append(f"Approach {number}: the paper {told} %; {NOT_MEASURED}.")
+            out.append(f"Approach {number}: the paper {claimed} %; {NOT_MEASURED}.")
             continue
         span = f"from {signed(min(got))} to {signed(max(got))} % over {len(got)} cases"
         ours = span if len(got) > 1 else f"{signed(got[0])} % in 1 case"
         if isinstance(claim["co2"], int):  # one number: of one network
-            out.append(f"Approach {number}: the paper {told} % for its network; ours {ours}.")
+            out.append(f"Approach {number}: the paper {claimed} % for its network; ours {ours}.")
             continue
         inside = sum(high <= c <= low for c in got)
         more = sum(c < high for c in got)
         out.append(
-            f"Approach {number}: the paper {told} %; ours {ours}: {inside} within the paper's {low} to {high} %, "
+            f"Approach {number}: the paper {claimed} %; ours {ours}: {inside} within the paper's {low} to {high} %, "
             f"{more} save more, {len(got) - inside - more} save less or nothing."
         )
     return out

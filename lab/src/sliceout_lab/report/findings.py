@@ -54,7 +54,7 @@ def _schemes(groups: Sequence[Group]) -> Iterator[str]:
         sides = {"more": "higher, so worse", "less": "lower, so better"} if lower else {}
         best_rate = (min if lower else max)(base, key=lambda r: base[r].mean)
         where = f"{DATA.get(data, data)}, {model}{f' (scaled down: {scaled})' if scaled else ''}"
-        told = "highest accuracy of all epochs" if statistic == "best" else "after the last epoch"
+        which = "highest accuracy of all epochs" if statistic == "best" else "after the last epoch"
         parts: dict[str, list[str]] = {}
         for group in sorted(same, key=lambda g: g.rate):
             score = group.score(statistic)
@@ -68,7 +68,7 @@ def _schemes(groups: Sequence[Group]) -> Iterator[str]:
         if none is not None:
             words = difference(base[best_rate], none).words(unit, **sides)
             said.append(f"*Standard dropout* at its best rate here ({best_rate:g}) against *no dropout*: {words}.")
-        yield "\n".join([f"**{where}, against standard dropout** ({told}):", *said])
+        yield "\n".join([f"**{where}, against standard dropout** ({which}):", *said])
 
 
 def _against_paper(compared: Sequence[Compared]) -> Iterator[str]:
@@ -130,7 +130,7 @@ def _orders(compared: Sequence[Compared]) -> Iterator[str]:
 
 
 def _verdict(cell: Cell, base: Cell) -> tuple[Difference, float, bool | None] | None:
-    """Ours, the paper's difference, and whether the signs agree (None: cannot be told); None where nothing is said."""
+    """Ours, the paper's difference, and whether the signs agree (None: undecided); None where nothing is claimed."""
     if not (cell.paper and base.paper and cell.ours and base.ours and cell.comparable and base.comparable):
         return None
     theirs = cell.paper.value - base.paper.value

@@ -19,7 +19,7 @@ WINDOW = "window"
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over ``n`` runs. With one run there is no error to give, and none is made up."""
+    """A mean over ``n`` runs. One run has no error."""
 
     mean: float
     se: float | None

@@ -34,8 +34,8 @@ class Difference:
         if self.p is None:
             few = "one run each tells no error" if min(self.n) == 1 else "no spread among so few runs"
             return f"{size} {side} (n={self.n[0]} and {self.n[1]}: {few})"
-        told = f"s.e. {self.se:.2f}, p{_p(self.p)}"
-        return f"{size} {side} ({told})" if self.clear else f"{size} {side}, which may be chance ({told})"
+        details = f"s.e. {self.se:.2f}, p{_p(self.p)}"
+        return f"{size} {side} ({details})" if self.clear else f"{size} {side}, which may be chance ({details})"
 
 
 def difference(a: Estimate, b: Estimate) -> Difference:

@@ -130,8 +130,8 @@ def of_speeds(speeds: Speeds) -> list[Block]:
         "The mode is the one in which that baseline is fastest. The floor is a plain network of the sliced widths."
     )
     on = [f"Measured on {', '.join(sorted(devices))}."] if devices else []
-    told = {pair.step.stands_in({"sampling": "window"}) for _, pair, _, theirs in speeds if pair and theirs} - {None}
-    on += [f"The paper slices windows; ours here were {text}." for text in sorted(map(str, told))]
+    said = {pair.step.stands_in({"sampling": "window"}) for _, pair, _, theirs in speeds if pair and theirs} - {None}
+    on += [f"The paper slices windows; ours here were {text}." for text in sorted(map(str, said))]
     return [Table(columns, rows, caption="Time and memory of a training step", notes=[note, *on])]
 
 

@@ -21,11 +21,11 @@ def write(path: Path, job: Job, settings: Settings) -> None:
 
 def main(path: Path) -> int:
     """Train it; returns the exit code."""
-    told = json.loads(path.read_text())
-    fields = told["settings"]
+    saved = json.loads(path.read_text())
+    fields = saved["settings"]
     fields |= {"out": Path(fields["out"]), "data": None if fields["data"] is None else Path(fields["data"])}
     try:
-        run(Job(**told["job"]), Settings(**fields))
+        run(Job(**saved["job"]), Settings(**fields))
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
         return stopped.code

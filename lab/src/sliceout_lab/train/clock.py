@@ -31,7 +31,7 @@ class Clock:
         self._marks = [(self._steps, self._now())]
 
     def pause(self) -> None:
-        """Stop, once the device has done what it was told."""
+        """Stop, once the device has finished."""
         if self.cuda:
             torch.cuda.synchronize()
         self.seconds += time.perf_counter() - self._began

@@ -56,9 +56,9 @@ class Ranks:
             return number
         if step % self.CHECK_EVERY:
             return 0
-        told = torch.tensor(int(number))
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.control)
-        return int(told)
+        value = torch.tensor(int(number))
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=self.control)
+        return int(value)
 
     def gather(self, value: Any) -> list[Any]:
         """Everybody's value, in order."""

@@ -123,7 +123,7 @@ def _network(config: dict[str, Any], loaded: Any) -> nn.Module:
     except (OSError, RuntimeError) as error:
         if not settings.get("pretrained"):
             raise
-        raise UserError(f"{config['model']}: its pre-trained weights could not be had ({error})") from error
+        raise UserError(f"{config['model']}: its pre-trained weights are not available ({error})") from error
 
 
 def _convert(model: nn.Module, config: dict[str, Any], feed: Any, seed: int) -> None:
