@@ -2,10 +2,11 @@
 
 from .catalogue import DATASETS, NAMES
 from .fashion import fashion_mnist, read_folder
-from .feeds import Feed, feed
+from .feeds import Feed
 from .files import DataError
 from .idx import read_idx, write_idx
 from .load import load
+from .make_feed import feed
 from .sets import ImageFolder, Images, Tokens
 
 __all__ = [

@@ -130,8 +130,8 @@ def of_speeds(speeds: Speeds) -> list[Block]:
         "The mode is the one in which that baseline is fastest. The floor is a plain network of the sliced widths."
     )
     on = [f"Measured on {', '.join(sorted(devices))}."] if devices else []
-    said = {pair.step.stands_in({"sampling": "window"}) for _, pair, _, theirs in speeds if pair and theirs} - {None}
-    on += [f"The paper slices windows; ours here were {text}." for text in sorted(map(str, said))]
+    others = {pair.step.stands_in({"sampling": "window"}) for _, pair, _, theirs in speeds if pair and theirs} - {None}
+    on += [f"The paper slices windows; ours here were {text}." for text in sorted(map(str, others))]
     return [Table(columns, rows, caption="Time and memory of a training step", notes=[note, *on])]
 
 
