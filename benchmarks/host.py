@@ -122,9 +122,11 @@ def main() -> None:
     asked.add_argument("--out", type=Path, required=True)
     asked.add_argument("--rounds", type=int, default=120)
     asked.add_argument("--compiled", action="store_true", help="by torch.compile, in its default mode")
-    asked.add_argument("--source", type=Path, default=Path(__file__).parents[1], help="the checkout to measure")
+    asked.add_argument(
+        "--source", type=Path, default=Path(__file__).parents[1], help="the checkout to measure, with lab/"
+    )
     given = asked.parse_args()
-    sys.path.insert(0, str(given.source / "src"))
+    sys.path[:0] = [str(given.source / "src"), str(given.source / "lab" / "src")]
     import torch
 
     from sliceout_lab import machine

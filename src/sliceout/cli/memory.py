@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def peak_growth(step: Callable[[], object], device: torch.device) -> int:
         step()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    return _highest_sum(_cpu_changes(step))
+    return max(0, *accumulate(_cpu_changes(step), initial=0))
 
 
 def persistent(model: nn.Module, optimizer: Optimizer) -> int:
@@ -71,14 +72,6 @@ def _cpu_changes(step: Callable[[], object]) -> list[int]:
     results: Any = profiler.kineto_results
     found = [e for e in results.events() if e.name() == "[memory]" and e.device_type() == torch.profiler.DeviceType.CPU]
     return [e.nbytes() for e in sorted(found, key=lambda e: e.start_ns())]
-
-
-def _highest_sum(changes: Iterable[int]) -> int:
-    live = highest = 0
-    for change in changes:
-        live += change
-        highest = max(highest, live)
-    return highest
 
 
 def steady_peaks(step: Callable[[], object], steps: int) -> dict[str, int]:
