@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-READY  := $(VENV)/.installed
+DEMO   := $(VENV)/.demo
+ALL    := $(VENV)/.installed
+SETUP  := pyproject.toml lab/pyproject.toml constraints.txt
 PIP     = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
@@ -11,27 +13,33 @@ PIP     = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constr
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(READY)  ## set up, then train three networks side by side (two minutes on two cores)
-	$(BIN)/sliceout demo
+demo: $(DEMO)  ## set up, then train three networks side by side (two minutes on two cores)
+	$(BIN)/sliceout-lab demo
 
 test: lint  ## set up, then check style and types and run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-lint: $(READY)  ## check style and types
+lint: $(ALL)  ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:  ## remove the environment and all caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
-	find src tests benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src lab tests benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch comes first and by its exact version: asked for in any other way, pip may fetch another build of it.
-$(READY): pyproject.toml constraints.txt
+# What the demo needs: torch, the library with its command line, the lab. torch comes first and by its exact version:
+# asked for in any other way, pip may fetch another build of it.
+$(DEMO): $(SETUP)
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(v if sys.version_info < (3, 11) else 0)' \
 		|| { echo "$(PYTHON) is too old or missing: Python 3.11 or newer is needed (make PYTHON=python3.12 ...)"; exit 1; }
 	@echo "Setting up $(VENV) with $$($(PYTHON) --version): a few minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) "$$(grep '^torch==' constraints.txt)"
-	$(PIP) -e ".[lab,test]"
+	$(PIP) -e ".[cli]" -e lab
+	@touch $@
+
+$(ALL): $(DEMO)
+	@echo "Adding what the tests need"
+	$(PIP) -e ".[cli,test]" -e "lab[test]"
 	@touch $@

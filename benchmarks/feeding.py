@@ -9,6 +9,7 @@ Both take turns in one process, so that clocks and temperatures are the same::
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import time
@@ -18,14 +19,14 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from sliceout.lab import experiment as experiments
-from sliceout.lab import results
-from sliceout.lab.train.clock import Clock
-from sliceout.lab.train.distributed import Ranks
-from sliceout.lab.train.loop import Record, example, make, steps
-from sliceout.lab.train.progress import Show
-from sliceout.lab.train.setup import Training
-from sliceout.lab.train.stop import Stop
+from sliceout_lab import experiment as experiments
+from sliceout_lab import machine
+from sliceout_lab.train.clock import Clock
+from sliceout_lab.train.distributed import Ranks
+from sliceout_lab.train.loop import Record, example, make, steps
+from sliceout_lab.train.progress import Show
+from sliceout_lab.train.setup import Training
+from sliceout_lab.train.stop import Stop
 
 
 def main() -> None:
@@ -51,7 +52,7 @@ def main() -> None:
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     declared = experiments.load(given.experiment)
     if declared.model != "mlp":
-        declared = experiments.replaced(declared, model=given.model)
+        declared = dataclasses.replace(declared, model=given.model)
     job = experiments.job(
         declared, {"scheme": given.scheme, "sampling": "circular", "exclusions": False}, device=given.device,
         mode=given.mode, precision=given.precision, width=given.width, subset=given.subset, epochs=given.rounds,
@@ -76,7 +77,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         clock.pause()
         fed.append(1000 * clock.seconds / t.steps)
         print(f"round {number + 1}: bare {bare[-1]:.3f} ms, in the loop {fed[-1]:.3f} ms", flush=True)
-    revision, dirty = results.revision()
+    revision, dirty = machine.revision()
     return {
         "kind": "feeding",
         "config": job.config,
@@ -87,7 +88,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         "rounds": {"bare_ms": bare, "loop_ms": fed},
         "revision": revision,
         "dirty": dirty,
-        "machine": results.environment(t.device),
+        "machine": machine.environment(t.device),
     }
 
 

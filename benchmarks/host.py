@@ -43,7 +43,7 @@ def build(kind: str, sampling: str, compiled: bool) -> list[Callable[[], Any]]:
     import torch.nn.functional as F
 
     import sliceout
-    from sliceout.lab import models
+    from sliceout_lab import models
 
     torch.manual_seed(0)
     net = models.build("wrn-28-1")
@@ -124,16 +124,18 @@ def main() -> None:
     asked.add_argument("--out", type=Path, required=True)
     asked.add_argument("--rounds", type=int, default=120)
     asked.add_argument("--compiled", action="store_true", help="by torch.compile, in its default mode")
-    asked.add_argument("--source", type=Path, default=Path(__file__).parents[1], help="the checkout to measure")
+    asked.add_argument(
+        "--source", type=Path, default=Path(__file__).parents[1], help="the checkout to measure, with lab/"
+    )
     given = asked.parse_args()
-    sys.path.insert(0, str(given.source / "src"))
+    sys.path[:0] = [str(given.source / "src"), str(given.source / "lab" / "src")]
     import torch
 
-    from sliceout.lab import machine, results
+    from sliceout_lab import machine
 
     load = os.getloadavg()[0]
     rows = measure(given.rounds, given.compiled)
-    revision, dirty = results.revision()  # of the checkout that was imported
+    revision, dirty = machine.revision()  # of the checkout that was imported
     record = {"machine": machine.describe(torch.device("cpu")), "revision": revision, "dirty": dirty, "load": load}
     given.out.write_text(
         json.dumps({**record, "compiled": given.compiled, "rounds": given.rounds, "cases": rows}, indent=1) + "\n"

@@ -24,8 +24,9 @@ import torch
 import torch.nn.functional as F
 
 import sliceout
-from sliceout.lab import machine, memory
-from sliceout.lab.models.mlp import mlp
+from sliceout.cli import memory
+from sliceout_lab import machine
+from sliceout_lab.models.mlp import mlp
 
 RESULT = Path(__file__).parents[1] / "results" / "mlp-cpu.json"
 RATE, BATCH, THREADS, WIDTHS = 0.5, 256, 2, (784, 2048, 2048, 2048, 10)

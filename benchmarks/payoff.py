@@ -28,8 +28,8 @@ from torch import nn
 
 import sliceout
 from sliceout.capture import free_workspaces
-from sliceout.lab import machine
 from sliceout.ops import tables, without_views
+from sliceout_lab import machine
 
 ROOT = Path(__file__).parents[1]
 RESULTS, TABLE = ROOT / "results" / "payoff", ROOT / "src" / "sliceout" / "payoff_table.json"

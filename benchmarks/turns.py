@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 
-from sliceout.lab import machine, results
-from sliceout.lab.bench.cases import Case
-from sliceout.lab.bench.work import WARMUP, build, set_precision, step_of
+from sliceout.cli.cases import Case
+from sliceout.cli.measure import WARMUP
+from sliceout.cli.work import set_precision, step_of
+from sliceout_lab import machine
+from sliceout_lab.bench.networks import PaperWork
 
 SCHEMES = {"standard": {}, "floor": {}, "sliceout": {}, "sliceout compact": {"grads": "compact"}}
 AT_ONCE = 10
@@ -37,7 +39,7 @@ def measure(model: str, mode: str, batch: int, rounds: int, device: torch.device
     steps = {}
     for name, settings in SCHEMES.items():
         case = Case(model, batch, name.split()[0], 0.5, mode, precision, **settings)
-        steps[name] = step_of(build(case, device), batch)
+        steps[name] = step_of(PaperWork(case, device), batch)
         for _ in range(WARMUP):
             steps[name]()
     turns: dict[str, list[float]] = {name: [] for name in steps}
@@ -75,7 +77,7 @@ def main() -> None:
     asked.add_argument("--device", default="cuda")
     given = asked.parse_args()
     device = torch.device(given.device)
-    revision, dirty = results.revision()
+    revision, dirty = machine.revision()
     record = {"machine": machine.describe(device), "revision": revision, "dirty": dirty, "model": given.model}
     record |= {"rounds": given.rounds, "at_once": AT_ONCE, "rows": []}
     for mode in given.modes:

@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
-from sliceout.lab import machine, results
-from sliceout.lab.bench import profile
-from sliceout.lab.bench.cases import Case
-from sliceout.lab.bench.work import WARMUP, build, set_precision, step_of
-from sliceout.lab.bench.worker import step_times
+from sliceout.cli.cases import Case
+from sliceout.cli.measure import WARMUP, step_times
+from sliceout.cli.work import set_precision, step_of
+from sliceout_lab import machine
+from sliceout_lab.bench import profile
+from sliceout_lab.bench.networks import PaperWork
 
 KERNELS = {"take": "_take_kernel", "put": "_put_kernel", "Adam": "multi_tensor_apply"}
 BLOCK, BLOCKS = 250, 10
@@ -34,7 +35,7 @@ def measure(sampling: str, device: torch.device) -> dict[str, Any]:
     names = ("mlp", "captured", "tf32") if on_gpu else ("mlp-3x64", "eager", "fp32")  # the CPU's is only a trial
     case = Case(names[0], 256, "sliceout", 0.5, *names[1:], sampling)
     set_precision(case.precision)
-    work = build(case, device)
+    work = PaperWork(case, device)
     step = step_of(work, case.batch)
     for _ in range(WARMUP):
         step()
@@ -69,7 +70,7 @@ def main() -> None:
     asked.add_argument("--device", default="cuda")
     given = asked.parse_args()
     device = torch.device(given.device)
-    revision, dirty = results.revision()
+    revision, dirty = machine.revision()
     record: dict[str, Any] = {"machine": machine.describe(device), "revision": revision, "dirty": dirty}
     record |= {"block": BLOCK, "samplings": {}}
     for sampling in ("circular", "window"):

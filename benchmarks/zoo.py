@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 import sliceout
-from sliceout.lab.oracle import masked_dense_, quiet_, randomise_
+from sliceout_lab.oracle import masked_dense_, quiet_, randomise_
 from zoo_models import (
     HF,
     MEMBERS,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sliceout.lab.find_model import make_torchvision_importable
+from sliceout.cli.models import make_torchvision_importable
 
 MEMBERS = Path(__file__).with_name("zoo_members.json")
 """timm's models by family, smallest first: ``[[name, parameters], ...]``; written by ``zoo.py choose``."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sliceout.lab.models.wide_resnet import WideResNet
+from sliceout_lab.models.wide_resnet import WideResNet
 
 Made = tuple[nn.Module, Any]
 

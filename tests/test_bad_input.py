@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import devices
 from torch import nn
 
 import sliceout
-from conftest import devices
 from layercases import randomise
 from oracle import path
 from sliceout import Axis, Slice, Slices

@@ -8,15 +8,15 @@ import pickle
 
 import pytest
 import torch
+from conftest import devices
 from torch import nn
 
 import sliceout
-from conftest import devices
 from sliceout.conversion.baselines import SCHEMES
-from sliceout.lab.models import build
-from sliceout.lab.models.wide_resnet import WideResNet
 from sliceout.schemes.dropblock import drop_block, seed_rate
 from sliceout.schemes.dropout import DROPS
+from sliceout_lab.models import build
+from sliceout_lab.models.wide_resnet import WideResNet
 
 
 def net(dropout: float = 0.0) -> nn.Sequential:

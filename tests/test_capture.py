@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import sliceout
-from sliceout.capture import _Snapshot, _State, free_workspaces
+from sliceout.capture import Snapshot, _State, free_workspaces
 
 needs_cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 OPTIMIZERS = {  # rates that float32 holds exactly: kernels read them in that precision
@@ -127,7 +127,7 @@ def test_what_the_warm_up_did_to_an_optimizer_is_undone(name: str, begun: bool) 
     if begun:
         train(model, ours, data[:2])
         train(twin, theirs, data[:2])
-    before = _Snapshot(model, ours)
+    before = Snapshot(model, ours)
     train(model, ours, data[2:4])
     names = [list(s) for s in ours.state.values()]
     before.restore()

@@ -16,7 +16,7 @@ from oracle import exactly
 from sliceout import Slice
 from sliceout import nn as snn
 from sliceout.compact.gradient import SlicedGrad
-from sliceout.lab.models.wide_resnet import WideResNet
+from sliceout_lab.models.wide_resnet import WideResNet
 
 STEPS = 6
 

@@ -16,8 +16,8 @@ from layercases import CASES
 from networks import NETWORKS, build, data, loss_of
 from oracle import exactly
 from sliceout import Slice
+from sliceout.cli.memory import peak_growth
 from sliceout.compact.gradient import SlicedGrad, same_place
-from sliceout.lab.memory import peak_growth
 from sliceout.slices import Take
 
 

@@ -8,16 +8,16 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import devices
 from torch import nn
 
 import sliceout
-from conftest import devices
 from oracle import exactly, path
 from sliceout import Subset
 from sliceout import nn as snn
 from sliceout.drawing import owner_of
-from sliceout.lab.models import build
-from sliceout.lab.oracle import masked_dense_, quiet_, randomise_
+from sliceout_lab.models import build
+from sliceout_lab.oracle import masked_dense_, quiet_, randomise_
 
 PATHS = pytest.mark.parametrize("code", ["eager", "ops"])
 

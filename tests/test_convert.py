@@ -12,7 +12,7 @@ from torch import nn
 import sliceout
 from models import build, call, images
 from networks import assert_same_state
-from sliceout.lab.models.wide_resnet import WideResNet
+from sliceout_lab.models.wide_resnet import WideResNet
 
 
 def mlp() -> nn.Sequential:

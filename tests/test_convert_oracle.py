@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 import sliceout
 from models import MODELS, build, call
-from sliceout.lab.oracle import masked_dense_, quiet_, randomise_
+from sliceout_lab.oracle import masked_dense_, quiet_, randomise_
 
 
 def in_float64(x):

@@ -182,7 +182,7 @@ def test_tied_embeddings_do_not_disturb_the_rest():
 def test_lora_layers_are_sliced_with_the_layers_they_adapt():
     """The adapter writes beside its layer into the same units: both keep the same ones, as the oracle confirms."""
     peft = pytest.importorskip("peft")
-    from sliceout.lab.oracle import masked_dense_, quiet_, randomise_
+    from sliceout_lab.oracle import masked_dense_, quiet_, randomise_
 
     net = peft.get_peft_model(mlp(), peft.LoraConfig(target_modules=["0", "2"], r=4))
     full = randomise_(quiet_(net).double()).train()

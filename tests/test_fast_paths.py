@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 import sliceout
 from sliceout.compact import optimizers as optim
 from sliceout.compact.gradient import SlicedGrad
-from sliceout.lab.models import TransformerLM, WideResNet, mlp
 from sliceout.ops import gather, prefetch
+from sliceout_lab.models import TransformerLM, WideResNet, mlp
 
 pytest.importorskip("triton", reason="triton is not installed")
 from sliceout.compact import kernels as updates

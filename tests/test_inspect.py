@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from sliceout.lab import cli
+from sliceout.cli import app as cli
 
 
 def inspect(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

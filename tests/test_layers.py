@@ -9,12 +9,12 @@ import pickle
 
 import pytest
 import torch
+from conftest import devices
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 import sliceout
-from conftest import devices
 from layercases import CASES, FORMATS, LayerCase, find, randomise
 from opcases import axes
 from oracle import channel_dim, compare, exactly, path, set_start

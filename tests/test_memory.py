@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from sliceout.lab.memory import peak_growth, peak_of_step, persistent
+from sliceout.cli.memory import peak_growth, peak_of_step, persistent
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 N = 128 * 1024  # a multiple of CUDA's 512-byte blocks

@@ -8,10 +8,10 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import devices
 from torch import nn
 
 import sliceout
-from conftest import devices
 from layercases import randomise
 from oracle import exactly, mask, path
 from sliceout import Slice

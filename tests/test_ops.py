@@ -6,10 +6,10 @@ import contextlib
 
 import pytest
 import torch
+from conftest import cuda_only, devices
 from hypothesis import given, settings
 from torch import Tensor, nn
 
-from conftest import cuda_only, devices
 from opcases import Case, cases, listed, statistics
 from sliceout import Slice
 from sliceout.drawing import owner_of

@@ -9,15 +9,15 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import devices
 from torch import nn
 
 import sliceout
-from conftest import devices
 from oracle import exactly, path, set_start
 from sliceout.conversion.residual_blocks import recognise
 from sliceout.drawing import owner_of
-from sliceout.lab.models.wide_resnet import WideBlock, WideResNet
 from sliceout.schemes.patch import patch_, side_rate, window
+from sliceout_lab.models.wide_resnet import WideBlock, WideResNet
 
 PATHS = pytest.mark.parametrize("code", ["eager", "ops"])
 

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import sliceout
 from models import build, images
 from sliceout.conversion.report import pattern
-from sliceout.lab.models.wide_resnet import WideResNet
+from sliceout_lab.models.wide_resnet import WideResNet
 
 
 def flops(model: nn.Module, x: torch.Tensor) -> int:

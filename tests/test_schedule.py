@@ -10,7 +10,7 @@ from torch import nn
 
 import sliceout
 from sliceout import Schedule, Tail, WarmUp, constant_tail, convert_, recalibrate_
-from sliceout.lab.models import TransformerLM, WideResNet
+from sliceout_lab.models import TransformerLM, WideResNet
 
 
 def net(rate=0.5, **settings):

@@ -10,10 +10,10 @@ from fractions import Fraction
 
 import pytest
 import torch
+from conftest import cuda_only
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from conftest import cuda_only
 from oracle import M32, kept_units, slow_mix
 from sliceout import Axis, Slice, Slices
 from sliceout.drawing import draw_table as table

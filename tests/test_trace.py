@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import sliceout
 from models import call
-from sliceout.lab.oracle import masked_dense_
+from sliceout_lab.oracle import masked_dense_
 
 
 class Net(nn.Module):

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sliceout.lab.data import fashion, fashion_mnist, write_idx
+from sliceout_lab.data import fashion, fashion_mnist, write_idx
 
 
 def first_of_each_class(labels: Tensor, count: int) -> Tensor:

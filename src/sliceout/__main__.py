@@ -1,23 +1,23 @@
-"""The ``sliceout`` command. The library itself needs torch alone; the command needs the extra ``lab``."""
+"""The ``sliceout`` command. The library itself needs torch alone; the command needs the extra ``cli``."""
 
 from __future__ import annotations
 
 import sys
 
-LAB_PACKAGES = ("matplotlib", "numpy", "rich", "typer")
+CLI_PACKAGES = ("rich", "typer")
 
 
 def main() -> None:
     """Run the command line, or say what is missing."""
     try:
-        from .lab import cli
+        from .cli import app
 
-        code = cli.main()
+        code = app.main()
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in LAB_PACKAGES:
+        if package not in CLI_PACKAGES:
             raise
-        sys.exit(f"sliceout: the command line needs {package}, which is missing: pip install 'sliceout[lab]'")
+        sys.exit(f"sliceout: the command line needs {package}, which is missing: pip install 'sliceout[cli]'")
     sys.exit(code)
 
 

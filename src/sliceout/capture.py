@@ -79,7 +79,7 @@ class CapturedStep:
             optimizer.step()
             return loss.detach()
 
-        kept = _Snapshot(model, optimizer)
+        kept = Snapshot(model, optimizer)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         # The kernels that the graph will hold.
@@ -173,7 +173,7 @@ def _to_device(group: dict[str, Any], device: torch.device) -> Tensor:
     return rate
 
 
-class _Snapshot:
+class Snapshot:
     """The numbers that a training step changes, to be put back."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:

@@ -1,0 +1,138 @@
+"""A case: one network, one scheme, one way of executing a training step. Each is measured in a process of its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from . import UserError
+from .options import split
+
+SCHEMES = ("none", "standard", "controlled", "floor", "sliceout")
+MODES = ("eager", "compiled", "compiled-default", "captured", "captured-compiled")
+PRECISIONS = ("bf16", "tf32", "fp32")
+GRADS = ("dense", "compact")
+SAMPLINGS = ("circular", "window")
+BATCH = 128
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one process measures.
+
+    Attributes:
+        model: what ``sliceout inspect`` takes (``timm:resnet50``), or a name that the worker's own ``Work`` knows.
+        scheme: see ``SCHEMES``; ``floor`` is a plain network built at the sliced widths.
+        mode: ``eager``; ``compiled`` (reduce-overhead) or ``compiled-default``, both with the loss inside;
+            ``captured``, the whole step as one CUDA graph, and the same of a compiled model.
+        size: side of the images, or tokens in a sequence; ``None`` for the model's own.
+    """
+
+    model: str
+    batch: int
+    scheme: str
+    rate: float = 0.5
+    mode: str = "eager"
+    precision: str = "bf16"
+    sampling: str = "circular"
+    grads: str = "dense"
+    align: int | None = None
+    stages: int | None = None
+    size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("scheme", SCHEMES), ("mode", MODES), ("precision", PRECISIONS), ("grads", GRADS), ("sampling", SAMPLINGS),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value not in allowed:
+                raise UserError(f"{name} {value!r}: expected one of {', '.join(allowed)}")
+        if not 0 <= self.rate < 1:
+            raise UserError(f"rate {self.rate}: expected 0 <= rate < 1")
+        if self.batch < 1:
+            raise UserError(f"batch {self.batch}: expected at least 1")
+
+    @property
+    def compiled(self) -> bool:
+        return "compiled" in self.mode
+
+    @property
+    def setting(self) -> tuple[Any, ...]:
+        """What must be equal for two cases to be compared."""
+        return (self.model, self.batch, self.mode, self.precision, self.stages, self.size)
+
+    @property
+    def label(self) -> str:
+        """The scheme in words, with what differs from the default."""
+        words = [self.scheme]
+        if self.scheme != "none":
+            words.append(f"p={self.rate:g}")
+        if self.scheme == "sliceout" and self.sampling != "circular":
+            words.append(self.sampling)
+        if self.grads != "dense":
+            words.append(self.grads)
+        if self.align is not None:
+            words.append(f"align {self.align}")
+        return " ".join(words)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def case_of(row: dict[str, Any]) -> Case:
+    """The case that a row of results was measured for."""
+    return Case(**{name: row[name] for name in Case.__dataclass_fields__ if name in row})
+
+
+def expand(
+    models: Sequence[str],
+    batches: Sequence[int],
+    schemes: Sequence[str],
+    rates: Sequence[float],
+    modes: Sequence[str],
+    *,
+    grads: Sequence[str] = ("dense",),
+    sampling: Sequence[str] = ("circular",),
+    default_batch: Callable[[str], int] = lambda model: BATCH,
+    **rest: Any,
+) -> list[Case]:
+    """Every combination that makes sense, without repetitions."""
+    found = []
+    for model, batch, mode in itertools.product(models, batches or [0], modes):
+        for rate, scheme in itertools.product(rates, schemes):
+            case = Case(model, batch or default_batch(model), scheme, rate, mode, **rest)
+            for g, s in itertools.product(grads, sampling):
+                found.append(_without_unused(replace(case, grads=g, sampling=s)))
+    return list(dict.fromkeys(found))
+
+
+def _without_unused(case: Case) -> Case:
+    """Reset the settings that make no difference to the scheme."""
+    if case.scheme == "none":
+        case = replace(case, rate=0.0, align=None)
+    if case.scheme != "sliceout":
+        case = replace(case, grads="dense", sampling="circular")
+    return case
+
+
+def from_options(
+    models: Sequence[str], device: str, *, batch: str, schemes: str, rates: str, modes: str, grads: str, sampling: str,
+    precision: str, default_batch: Callable[[str], int] = lambda model: BATCH, **sizes: int | None,
+) -> list[Case]:  # fmt: skip
+    """The cases that the options of ``bench`` ask for."""
+    batches = split("--batch", batch, int)
+    for option, value in (*(("batch", b) for b in batches), *sizes.items()):
+        if value is not None and value < 1:
+            raise UserError(f"--{option} {value}: expected at least 1")
+    return expand(
+        models, batches, split("--schemes", schemes, str), split("--rates", rates, float), split("--modes", modes, str),
+        grads=split("--grads", grads, str), sampling=split("--sampling", sampling, str), default_batch=default_batch,
+        precision=precision or ("bf16" if device == "cuda" else "fp32"), **sizes,
+    )  # fmt: skip
+
+
+def check_device(cases: Sequence[Case], device: str) -> None:
+    if device != "cuda" and any(c.mode.startswith("captured") for c in cases):
+        raise UserError("--modes captured: CUDA graphs need a GPU; try --modes eager,compiled")

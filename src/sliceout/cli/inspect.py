@@ -1,0 +1,31 @@
+"""``sliceout inspect``: what convert_ would do to a model."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from . import UserError
+from .options import Stages
+
+Model = Annotated[str, typer.Argument(help="timm:NAME, torchvision:NAME, hf:TYPE or package.module:factory.")]
+
+
+def command(
+    model: Model,
+    rate: Annotated[float, typer.Option(help="Fraction of the units that is dropped.")] = 0.5,
+    attention: Annotated[str, typer.Option(help="dims, heads or off.")] = "dims",
+    stages: Stages = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print plain data instead of a table.")] = False,
+) -> None:
+    """Show what convert_ would slice in a model, what it would leave alone and why, and what that should save."""
+    from .. import convert_
+    from .models import find_model
+
+    try:
+        report = convert_(find_model(model), rate, attention=attention, stages=stages)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    print(json.dumps(report.as_dict(), indent=1) if json_ else report)
