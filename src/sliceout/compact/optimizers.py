@@ -145,7 +145,7 @@ def _sgd(optimizer: Optimizer, group: dict[str, Any], work: Work) -> None:
 
 
 _BLOCK = 1 << 17
-"""Entries that are updated at a time: few calls, and on a CPU still in the cache when they are written back."""
+"""Entries that are updated at a time on the CPU: few calls, and still in the cache when they are written back."""
 
 
 def _blocks(g: SlicedGrad, *fulls: Tensor) -> Iterator[list[Tensor]]:
@@ -157,7 +157,8 @@ def _blocks(g: SlicedGrad, *fulls: Tensor) -> Iterator[list[Tensor]]:
     if not g.values().is_contiguous(memory_format=layout):
         g.replace_(g.values().contiguous(memory_format=layout))  # at once: transposing piece by piece is slow
     for same in g.rectangles(*fulls):
-        rows = max(1, _BLOCK // max(1, same[0].numel() // max(1, same[0].shape[0])))
+        entries = _BLOCK if same[0].is_cpu else same[0].numel()
+        rows = max(1, entries // max(1, same[0].numel() // max(1, same[0].shape[0])))
         for pieces in zip(*(t.split(rows) for t in same), strict=True):
             like = layout if pieces[0].dim() == fulls[0].dim() else torch.contiguous_format
             block = [t.contiguous(memory_format=like) for t in pieces]
