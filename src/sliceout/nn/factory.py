@@ -90,8 +90,12 @@ def slice_(module: nn.Module, *, in_slice: Any = None, out_slice: Any = None, sl
     return module
 
 
+_KEPT_BESIDE = ("_shown", "_unit_dim", "_own", "_numbers", "_projection")
+"""What foreign layers and attention modules keep beside their slices."""
+
+
 def plain_(module: nn.Module) -> nn.Module:
-    """Undo :func:`slice_`: the original class again, in place."""
+    """Take the slices off a layer, whichever way it got them: the original class and attributes again, in place."""
     if not isinstance(module, Sliced):
         raise TypeError(f"{type(module).__name__} is not sliced")
     plain: Any = type(module)._plain
@@ -99,8 +103,8 @@ def plain_(module: nn.Module) -> nn.Module:
         raise TypeError(f"{type(module).__name__} was made sliced and has no plain form to return to")
     drawing.unregister(module)
     del module.axes
-    for made in ITS_OWN:
-        vars(module).pop(made, None)
+    for name in (*ITS_OWN, *_KEPT_BESIDE):
+        vars(module).pop(name, None)
     hooks: Any = module._load_state_dict_post_hooks
     for key in [k for k, hook in hooks.items() if hook is place_after_loading]:
         del hooks[key]

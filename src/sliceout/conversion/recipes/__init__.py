@@ -1,4 +1,4 @@
-"""What is special about a family of models, one file each. The trace finds the groups; the recipes know their ways.
+"""What is special about a kind of model, one file each. The trace finds the groups; recipes label and choose them.
 
 ``mlp``        labels; nothing else is special
 ``residual``   blocks between two points of a residual stream; the paper's exclusions
@@ -11,7 +11,8 @@ from __future__ import annotations
 from torch import nn
 
 from ...slices import Slice
-from ..groups import RIVAL, Group
+from ..groups import Group
+from ..reasons import Reason, conflict
 from ..trace import Trace
 from . import attention as _attention
 from . import mbconv, residual
@@ -20,7 +21,7 @@ from . import mbconv, residual
 def arrange(
     model: nn.Module, groups: list[Group], trace: Trace, *, attention: str, stages: int | None, paper_exclusions: bool
 ) -> None:
-    """Name the family of each group and apply its options; a group that is left out gets the reason."""
+    """Label each group with its kind and apply the options of that kind; a group that is left out gets the reason."""
     mbconv.arrange(model, groups, stages)
     residual.arrange(groups, paper_exclusions)
     _attention.arrange(model, groups, trace, attention)
@@ -31,15 +32,12 @@ def choose(groups: list[Group]) -> None:
     taken: dict[tuple[str, str, int], Group] = {}
     wanted = [g for g in groups if g.reason is None]
     for group in sorted(wanted, key=lambda g: -g.size):
-        rival = next((taken[key] for key in _wants(group) if key in taken), None)
-        if rival is not None:
-            group.reason = f"{RIVAL} ({rival.size} units of {rival.name})"
+        dims = [(m.module, m.role, m.offset) for m in group.members]
+        other = next((taken[dim] for dim in dims if dim in taken), None)
+        if other is not None:
+            group.reason = conflict(f" ({other.size} units of {other.name})")
         else:
-            taken.update(dict.fromkeys(_wants(group), group))
-
-
-def _wants(group: Group) -> list[tuple[str, str, int]]:
-    return [(m.module, m.role, m.offset) for m in group.members]
+            taken.update(dict.fromkeys(dims, group))
 
 
 def adapt(model: nn.Module, groups: list[Group], made: dict[Group, Slice]) -> list[nn.Module]:
@@ -52,6 +50,6 @@ def rerated(model: nn.Module) -> None:
     _attention.rerated(model)
 
 
-def refuses(group: Group, width: int, before: Trace, after: Trace) -> str | None:
+def objection(group: Group, width: int, before: Trace, after: Trace) -> Reason | None:
     """What a recipe has against a group that was tried, judging by the traces of the full and the sliced model."""
-    return _attention.refuses(group, width, before, after)
+    return _attention.objection(group, width, before, after)

@@ -16,7 +16,8 @@ from torch import nn
 
 from ...nn.base import Sliced, adopt
 from ...slices import Slice
-from ..groups import RIVAL, Group, Member
+from ..groups import Group, Member
+from ..reasons import Reason, Skip, conflict
 from ..trace import Trace
 from .rotary import split_off_values_
 
@@ -44,20 +45,22 @@ def arrange(model: nn.Module, groups: list[Group], trace: Trace, attention: str)
             group.kind = "attention"
         if group.kind != "attention":
             continue
-        if isinstance(modules.get(group.members[0].module), nn.MultiheadAttention):
-            group.reason = "attention='off'" if attention == "off" else group.reason
-            continue
+        multihead = isinstance(modules.get(group.members[0].module), nn.MultiheadAttention)
         mode = "heads" if group.batched and not group.contracted else "dims"
         if attention == "off":
-            group.reason = "attention='off'"
+            group.reason = Reason(Skip.ATTENTION_OFF, "attention='off'")
+        elif multihead:
+            continue
         elif mode != attention:
-            group.reason = f"{RIVAL}: attention={attention!r}"
-        elif group.contracted and group.reason is not None and _MIXED in group.reason:
-            group.reason = "queries and keys are rotated in pairs of dims (rotary embedding): left whole"
+            group.reason = conflict(f": attention={attention!r}")
+        elif group.contracted and group.reason is not None and group.reason.code is Skip.CONCATENATED:
+            rotated = "queries and keys are rotated in pairs of dims (rotary embedding): left whole"
+            group.reason = Reason(Skip.ROTARY, rotated)
         elif group.contracted and group.reason is None:
             missing = [n for n in group.contracted if not _temperatures(trace, n, group.size)]
             if missing:
-                group.reason = f"no softmax temperature found in {missing[0]} that could follow the slice"
+                not_found = f"no softmax temperature found in {missing[0]} that could follow the slice"
+                group.reason = Reason(Skip.TEMPERATURE, not_found)
 
 
 def _multihead(model: nn.Module, trace: Trace, attention: str) -> list[Group]:
@@ -68,9 +71,9 @@ def _multihead(model: nn.Module, trace: Trace, attention: str) -> list[Group]:
             continue
         reason = None
         if module.bias_k is not None or module.add_zero_attn:
-            reason = "add_bias_kv and add_zero_attn have no sliced form"
+            reason = Reason(Skip.NO_SLICED_FORM, "add_bias_kv and add_zero_attn have no sliced form")
         elif type(module) is not nn.MultiheadAttention:
-            reason = f"{type(module).__name__} is a class of its own"
+            reason = Reason(Skip.NO_SLICED_FORM, f"{type(module).__name__} is a class of its own")
         heads, dims = module.num_heads, module.head_dim
         if attention == "heads":
             members = [Member(name, "heads", 1, dims)]
@@ -82,9 +85,6 @@ def _multihead(model: nn.Module, trace: Trace, attention: str) -> list[Group]:
     return found
 
 
-_MIXED = "concatenated with other units"
-
-
 def _temperatures(trace: Trace, module: str, size: int) -> list[float]:
     """Exponents of the head size among the numbers that a module multiplies or divides by."""
     return [
@@ -93,11 +93,11 @@ def _temperatures(trace: Trace, module: str, size: int) -> list[float]:
     ]  # fmt: skip
 
 
-def refuses(group: Group, width: int, before: Trace, after: Trace) -> str | None:
+def objection(group: Group, width: int, before: Trace, after: Trace) -> Reason | None:
     """Queries and keys: the temperature must have become that of the sliced width."""
     for name in group.contracted:
         if _temperatures(before, name, group.size) != _temperatures(after, name, width):
-            return f"the softmax temperature of {name} does not follow the slice"
+            return Reason(Skip.TEMPERATURE, f"the softmax temperature of {name} does not follow the slice")
     return None
 
 
