@@ -14,6 +14,7 @@ from torch import nn
 import sliceout
 from sliceout.conversion import convert
 from sliceout.conversion import profitability as payoff
+from sliceout.conversion.reasons import Skip
 
 ROOT = Path(__file__).parents[1]
 MEASURED = {
@@ -176,10 +177,13 @@ X = torch.zeros(2, 3, 16, 16)
 
 
 @pytest.mark.parametrize("scheme", ["sliceout", "controlled", "standard"])
-def test_convert_leaves_out_what_cannot_pay_and_says_so(on_a_gpu: None, scheme: str) -> None:
+def test_convert_leaves_out_what_cannot_pay_and_says_so(on_a_gpu: None, scheme: str, caplog) -> None:
+    caplog.set_level("INFO", "sliceout")
     report = sliceout.convert_(network(), 0.5, scheme=scheme, example_inputs=X)
     assert [r.group.size for r in report.rows if r.slice] == [640]
     assert "16 units: a slice of 8 cannot pay on X (measured: 105% of the full layers' time; y)" in str(report)
+    assert Skip.NOT_PROFITABLE in {r.reason.code for r in report.skipped}
+    assert "left out as not profitable: 0: 16 units" in caplog.text
     forced = sliceout.convert_(network(), 0.5, scheme=scheme, payoff=False, example_inputs=X)
     assert [r.group.size for r in forced.rows if r.slice] == [16, 640]
 

@@ -199,7 +199,7 @@ def _skip_negligible(plan: list[Group], before: Cost, after: Cost) -> bool:
     ]  # fmt: skip
     for group in (g for same in small for g in same):
         group.reason = Reason(Skip.NEGLIGIBLE, "saves less than 0.1 % of the model's FLOPs and activations")
-        log.debug("left out: %s %s", group.name, group.reason)
+        log.info("left out: %s: %s", group.name, group.reason)
     return bool(small)
 
 
