@@ -12,7 +12,7 @@ from ..nn.factory import plain_, slice_
 from ..schemes.dropout import DROPS, Drop, dropping_class
 from ..slices import Slice
 from .groups import CONVS, Group
-from .reasons import Reason, Skip
+from .reasons import Skip
 from .trace import Trace, expand
 
 SCHEMES = ("sliceout", "controlled", "patch", *DROPS)
@@ -29,13 +29,12 @@ def drop_(
         names = readers(group, trace)
         flat = next((n for n in names if not isinstance(modules[n], CONVS)), None)
         if not names:
-            none = f"no layer reads these units by themselves: scheme={scheme!r} has no place here"
-            group.reason = Reason(Skip.NO_READER, none)
+            why = f"no layer reads these units by themselves: scheme={scheme!r} has no place here"
+            group.reason = Skip.NO_READER(why)
         elif scheme in ("spatial", "dropblock") and flat is not None:
-            not_a_map = f"{flat} is not a convolution: scheme={scheme!r} drops from feature maps"
-            group.reason = Reason(Skip.NOT_A_MAP, not_a_map)
+            group.reason = Skip.NOT_A_MAP(f"{flat} is not a convolution: scheme={scheme!r} drops from feature maps")
         elif taken & set(names):
-            group.reason = Reason(Skip.NO_READER, "its reader reads another group too, which drops already")
+            group.reason = Skip.NO_READER("its reader reads another group too, which drops already")
         else:
             plan[group] = names
             taken.update(names)

@@ -21,7 +21,7 @@ from . import recipes
 from .baselines import drop_
 from .dry_run import DryRun
 from .groups import Group, find_groups, skip_partners
-from .options import Filter, Rate, check_model, check_options, passes, rate_of
+from .options import Filter, Rate, check_model, check_options, matches, rate_of
 from .patches import patch_blocks_
 from .profitability import default_align, device_and_dtype, not_profitable
 from .reasons import FILTERED, FROZEN, Reason, Skip
@@ -162,7 +162,7 @@ def revert_(model: nn.Module) -> nn.Module:
 
 
 def _excluded(group: Group, modules: dict[str, nn.Module], filter: Filter) -> Reason | None:
-    if not passes(filter, {m.module: modules[m.module] for m in group.members if m.role != "unit"}):
+    if not matches(filter, {m.module: modules[m.module] for m in group.members if m.role != "unit"}):
         return FILTERED
     trained = any(p.requires_grad for m in group.members for p in modules[m.module].parameters(recurse=False))
     return None if trained else FROZEN
@@ -173,16 +173,15 @@ def _rate_of_group(group: Group, rate: Rate, modules: dict[str, Any], align: int
     value = rate_of(rate, group.name, (m.module for m in group.members), (modules[d].p for d in group.dropouts))
     if value is None:
         why = "no nn.Dropout lies inside it, and no rate was given" if rate is None else "no rate was given for it"
-        return 0.0, Reason(Skip.NO_RATE, why)
+        return 0.0, Skip.NO_RATE(why)
     try:
         width, _ = width_of(group.size, value, align)
     except ValueError as error:
-        return 0.0, Reason(Skip.RATE, str(error))
+        return 0.0, Skip.RATE(str(error))
     if width == group.size:
-        return value, Reason(Skip.RATE, f"at rate {value} all {group.size} units are kept")
+        return value, Skip.RATE(f"at rate {value} all {group.size} units are kept")
     if width == 1:  # would broadcast against anything: the dry run could not tell a right from a wrong use
-        why = f"rate {value} keeps a single one of {group.size} units: choose a lower rate for it"
-        return value, Reason(Skip.RATE, why)
+        return value, Skip.RATE(f"rate {value} keeps a single one of {group.size} units: choose a lower rate for it")
     return value, None
 
 
@@ -198,7 +197,7 @@ def _skip_negligible(plan: list[Group], before: Cost, after: Cost) -> bool:
         and all(abs(sum(saved[g][i] for g in same)) < 1e-3 for i in range(2))
     ]  # fmt: skip
     for group in (g for same in small for g in same):
-        group.reason = Reason(Skip.NEGLIGIBLE, "saves less than 0.1 % of the model's FLOPs and activations")
+        group.reason = Skip.NEGLIGIBLE("saves less than 0.1 % of the model's FLOPs and activations")
         log.info("left out: %s: %s", group.name, group.reason)
     return bool(small)
 
@@ -236,7 +235,10 @@ def _slice_groups(model: nn.Module, groups: list[Group], make: Callable[[Group],
     done: list[nn.Module] = []
     try:
         for name, roles in sections.items():
-            axes = {role: _joined([parts[offset] for offset in sorted(parts)]) for role, parts in roles.items()}
+            axes: dict[str, Any] = {}
+            for role, parts in roles.items():
+                ordered = tuple(parts[offset] for offset in sorted(parts))
+                axes[role] = ordered[0] if len(ordered) == 1 else ConcatAxis(ordered)
             if isinstance(modules[name], nn.MultiheadAttention):
                 attend_(modules[name], axes)
             elif sliced_class(type(modules[name])) is None:
@@ -250,7 +252,3 @@ def _slice_groups(model: nn.Module, groups: list[Group], make: Callable[[Group],
             plain_(module)
         raise
     return made
-
-
-def _joined(parts: list[Axis]) -> Any:
-    return parts[0] if len(parts) == 1 else ConcatAxis(tuple(parts))

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from . import inputs, recipes
 from .groups import Group, misaligned, skip_partners
-from .reasons import Reason, Skip
+from .reasons import Skip
 from .trace import CurrentModule, RuleError, Trace, identify, meta_copy, trace
 
 log = logging.getLogger(__name__)
@@ -119,8 +119,7 @@ class DryRun:
                 kinds = {_kind(g) for g in near}
                 for group in chosen:
                     if group in near or (_kind(group) in kinds and tried.module):  # the same code with the same sizes
-                        what = f"{tried.module or 'the model'} cannot take it: {tried.message}"
-                        group.reason = Reason(Skip.FAILED, what)
+                        group.reason = Skip.FAILED(f"{tried.module or 'the model'} cannot take it: {tried.message}")
                         if len(kinds) > 1:
                             suspects.setdefault(_kind(group), []).append(group)
             else:

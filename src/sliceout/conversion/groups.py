@@ -94,9 +94,9 @@ def find_groups(model: nn.Module, trace: Trace) -> list[Group]:
         group.kind = _kind(modules, group)
         group.reads_input = bool(stems & set(group.names("out")))
         if group.reason is None and all(".lora_A." in f".{name}" for name in group.names("out")):
-            group.reason = Reason(Skip.ADAPTER, "the rank of a LoRA adapter, which is small on purpose")
+            group.reason = Skip.ADAPTER("the rank of a LoRA adapter, which is small on purpose")
         if group.reason is None and len({(m.module, m.role) for m in group.members}) < len(group.members):
-            group.reason = Reason(Skip.REPEATED, "the same units lie twice along one dimension")
+            group.reason = Skip.REPEATED("the same units lie twice along one dimension")
     return groups
 
 
@@ -105,7 +105,7 @@ def _block_layers(model: nn.Module, modules: dict[str, nn.Module], uses: list[_U
     shared = _shared_parameters(model)
     for use, dim, role in uses:
         if use.name in shared:
-            block([dim], Reason(Skip.SHARED, f"{use.name} is shared with {shared[use.name]}"))
+            block([dim], Skip.SHARED(f"{use.name} is shared with {shared[use.name]}"))
         elif role is None:
             block([dim], _why_not_sliced(modules[use.module], use))
         elif role == "out":
@@ -119,7 +119,7 @@ def _block_residual_streams(trace: Trace) -> None:
         a, b = expand(a), expand(b)
         if nested and a != b and any(x.produced for x in a) and any(x.produced for x in b):
             for atom in (*a, *b):  # says more than what else may be in the way
-                atom.blocked = Reason(Skip.RESIDUAL, "shared by a residual stream")
+                atom.blocked = Skip.RESIDUAL("shared by a residual stream")
         identify(a, b)
 
 
@@ -136,8 +136,8 @@ def _collect(modules: dict[str, nn.Module], uses: list[_Use], trace: Trace) -> d
             group.batched = list(dict.fromkeys(atom.batched))
             before, after = math.prod(a.size for a in flat[:i]), math.prod(a.size for a in flat[i + 1 :])
             if role == "out" and 1 < before * atom.size < getattr(module, "groups", 1):
-                finer = f"{use.module} has groups of channels finer than these units"
-                group.reason = group.reason or Reason(Skip.CHANNEL_GROUPS, finer)
+                finer = Skip.CHANNEL_GROUPS(f"{use.module} has groups of channels finer than these units")
+                group.reason = group.reason or finer
             input_dim = _input_dim(atom, trace.inputs.get(use.module, []))
             for member in _members(module, use.module, role, before, atom.size, after, input_dim):
                 if member not in group.members:
@@ -211,7 +211,8 @@ def _role(module: nn.Module, use: Use, dim: int, trace: Trace) -> str | None:
         return None
     made = _sliced_form(module)
     if made is None or not issubclass(made, Mixing):
-        whole = made is not None or (is_unitwise(module) and not _has_layers(module))
+        has_layers = any(p is not None for child in module.children() for p in child.parameters())
+        whole = made is not None or (is_unitwise(module) and not has_layers)
         return "unit" if whole and dim < 2 else None
     if sliced_class(type(module)) is None and use.key == "weight" and use.name not in trace.direct:
         return None
@@ -224,18 +225,14 @@ def _role(module: nn.Module, use: Use, dim: int, trace: Trace) -> str | None:
     return ("in", "out")[dim if made.transposed else 1 - dim]
 
 
-def _has_layers(module: nn.Module) -> bool:
-    return any(p is not None for child in module.children() for p in child.parameters())
-
-
 def _why_not_sliced(module: nn.Module, use: Use) -> Reason:
     kind, tensor = type(module).__name__, module._parameters.get(use.key)
     if _is_quantised(tensor):
         stored = f"{type(tensor).__name__} of {tensor.dtype}"  # type: ignore[union-attr]
-        return Reason(Skip.QUANTISED, f"{use.name} is stored as {stored}, as quantised weights are")
+        return Skip.QUANTISED(f"{use.name} is stored as {stored}, as quantised weights are")
     if mixing_base(type(module)) is not None:
-        return Reason(Skip.NO_SLICED_FORM, f"{kind} computes its weight from {use.name}")
-    return Reason(Skip.NO_SLICED_FORM, f"{use.name} belongs to {kind}, which has no sliced form")
+        return Skip.NO_SLICED_FORM(f"{kind} computes its weight from {use.name}")
+    return Skip.NO_SLICED_FORM(f"{use.name} belongs to {kind}, which has no sliced form")
 
 
 def _input_dim(atom: Atom, dims: list[Dim]) -> int:
@@ -285,8 +282,7 @@ def misaligned(model: nn.Module, group: Group, width: int, trace: Trace) -> Reas
             continue  # whole groups: the rows stand for both
         taken = trace.takes.get((f"{m.module}.weight", _weight_dim(modules, m), m.offset))
         if taken is None:
-            fixed = f"{m.module} is not given sliced units: the code around it fixes their number"
-            return Reason(Skip.MISALIGNED, fixed)
+            return Skip.MISALIGNED(f"{m.module} is not given sliced units: the code around it fixes their number")
         blocks, at = 1 if inside_groups else m.blocks, 1
         for atom in expand(taken):
             if at == blocks and atom.size == width:
@@ -294,7 +290,7 @@ def misaligned(model: nn.Module, group: Group, width: int, trace: Trace) -> Reas
                 break
             at *= atom.size
         else:
-            return Reason(Skip.MISALIGNED, f"the code around {m.module} reshapes the kept units by a fixed number")
+            return Skip.MISALIGNED(f"the code around {m.module} reshapes the kept units by a fixed number")
     if len(seen) > 1:
-        return Reason(Skip.MISALIGNED, f"the kept units of {' and '.join(list(seen.values())[:2])} do not meet")
+        return Skip.MISALIGNED(f"the kept units of {' and '.join(list(seen.values())[:2])} do not meet")
     return None

@@ -24,7 +24,15 @@ NO_EFFECT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(DROPS, ("sampling", "norm", "fold", "grads", "seed")),
 }
 """By scheme, the options that change nothing. Dropout has an ``align``: it drops where SliceOut would slice, and that
-depends on the widths; but its masks come from torch's random state, not from ``seed``."""
+depends on the widths."""
+_WAY_OUT = {
+    "grads": "compact gradients go with scheme='sliceout'",
+    "seed": "its masks come from torch's random state, call torch.manual_seed",
+    **{
+        name: f"{name} is about units, choose blocks with filter="
+        for name in ("attention", "stages", "paper_exclusions")
+    },
+}
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "OptimizedModule"}
 
 
@@ -54,15 +62,9 @@ def check_options(scheme: str, rate: Rate, given: Mapping[str, Any], defaults: M
         width_of(1 << 20, value, None)
     for name in NO_EFFECT[scheme]:
         if given[name] != defaults[name]:
-            raise ValueError(f"{name}={given[name]!r} has no effect with scheme={scheme!r}: {_way_out(name, scheme)}")
-
-
-def _way_out(name: str, scheme: str) -> str:
-    if name == "grads":
-        return "compact gradients go with scheme='sliceout'"
-    if name in ("attention", "stages", "paper_exclusions"):
-        return f"{name} is about units, choose blocks with filter="
-    return "set torch.manual_seed instead" if name == "seed" else "leave it out"
+            raise ValueError(
+                f"{name}={given[name]!r} has no effect with scheme={scheme!r}: {_WAY_OUT.get(name, 'leave it out')}"
+            )
 
 
 def rate_of(rate: Rate, name: str, layers: Iterable[str], dropouts: Iterable[float]) -> float | None:
@@ -77,7 +79,7 @@ def rate_of(rate: Rate, name: str, layers: Iterable[str], dropouts: Iterable[flo
     return rate
 
 
-def passes(filter: Filter, layers: Mapping[str, nn.Module]) -> bool:
+def matches(filter: Filter, layers: Mapping[str, nn.Module]) -> bool:
     """Whether all these layers, by name, match."""
     if filter is None:
         return True

@@ -98,7 +98,7 @@ def not_profitable(
     if not reasons or None in reasons:
         return None
     log.info("left out as not profitable: %s: %s", group.name, reasons[0])
-    return Reason(Skip.NOT_PROFITABLE, str(reasons[0]))
+    return Skip.NOT_PROFITABLE(str(reasons[0]))
 
 
 def _kind_of(layer: Any) -> str:

@@ -6,22 +6,36 @@ from dataclasses import dataclass
 from enum import StrEnum, auto
 
 
+@dataclass(frozen=True)
+class Reason:
+    """Why a group was skipped; ``str(reason)`` is the sentence."""
+
+    code: Skip
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
 class Skip(StrEnum):
-    """What kind of reason it is."""
+    """What kind of reason it is. A code makes a :class:`Reason` of a sentence.
+
+    Example:
+        >>> Skip.FROZEN("all its parameters are frozen")
+        Reason(code=<Skip.FROZEN: 'frozen'>, text='all its parameters are frozen')
+    """
 
     # found by the trace
     INPUT = auto()
     OUTPUT = auto()
     RESIDUAL = auto()
-    POSITION = auto()
-    """Pixels, tokens, or units that a constant numbers."""
+    POSITION = auto()  # pixels, tokens, or units that a constant numbers
     INDEXED = auto()
     CONCATENATED = auto()
     SPLIT = auto()
     RESHAPED = auto()
     PADDED = auto()
-    MIXED = auto()
-    """By a softmax, a reduction or a running sum over the units."""
+    MIXED = auto()  # by a softmax, a reduction or a running sum over the units
     UNKNOWN_OP = auto()
     UNEXPECTED_SHAPE = auto()
     # found in the layers
@@ -37,8 +51,7 @@ class Skip(StrEnum):
     MISALIGNED = auto()
     TEMPERATURE = auto()
     # from recipes and options
-    CONFLICT = auto()
-    """Another way to slice the same layers was chosen: of no interest to a user, so reports leave it out."""
+    CONFLICT = auto()  # another way to slice the same layers was chosen: of no interest to a user, so not printed
     ATTENTION_OFF = auto()
     ROTARY = auto()
     STEM = auto()
@@ -47,8 +60,7 @@ class Skip(StrEnum):
     PAPER_EXCLUSIONS = auto()
     FILTERED = auto()
     NO_RATE = auto()
-    RATE = auto()
-    """The rate keeps all units, too few of them, or cannot be met."""
+    RATE = auto()  # it keeps all units, too few of them, or cannot be met
     NOT_PROFITABLE = auto()
     NEGLIGIBLE = auto()
     # from other schemes
@@ -56,21 +68,10 @@ class Skip(StrEnum):
     NOT_A_MAP = auto()
     NOT_A_BLOCK = auto()
 
-
-@dataclass(frozen=True)
-class Reason:
-    """Why a group was skipped; ``str(reason)`` is the sentence."""
-
-    code: Skip
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
+    def __call__(self, text: str) -> Reason:
+        return Reason(self, text)
 
 
-FROZEN = Reason(Skip.FROZEN, "all its parameters are frozen")
-FILTERED = Reason(Skip.FILTERED, "left out by filter")
-
-
-def conflict(which: str) -> Reason:
-    return Reason(Skip.CONFLICT, f"another way to slice the same layers was chosen{which}")
+FROZEN = Skip.FROZEN("all its parameters are frozen")
+FILTERED = Skip.FILTERED("left out by filter")
+CONFLICT = "another way to slice the same layers was chosen"

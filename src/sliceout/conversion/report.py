@@ -126,14 +126,11 @@ class Report:
                     "name": r.name,
                     "kind": r.group.kind,
                     "size": r.group.size,
-                    "width": r.slice.width if r.slice else None,
-                    "sampling": r.slice.sampling if r.slice else None,
-                    "norm": r.slice.norm if r.slice else None,
-                    "grads": r.slice.grads if r.slice else None,
+                    **{key: getattr(r.slice, key, None) for key in ("width", "sampling", "norm", "grads")},
                     "members": [vars(m) for m in r.group.members],
                     "dropouts": r.group.dropouts,
-                    "reason": None if r.reason is None else str(r.reason),
-                    "code": None if r.reason is None else r.reason.code.value,
+                    "reason": r.reason and str(r.reason),
+                    "code": r.reason and r.reason.code.value,
                 }
                 for r in self.rows
             ],
@@ -215,8 +212,8 @@ def _merged(rows: list[Row]) -> list[tuple[str, list[Row]]]:
     """Rows that differ only in a layer number, as one: with a name for all of them."""
     found: dict[Any, list[Row]] = {}
     for r in rows:
-        fate = r.slice.width if r.slice else pattern(str(r.reason or ""))
-        key = (pattern(r.name), r.group.size, bool(r.group.names("in")), fate)
+        kept_or_why = r.slice.width if r.slice else pattern(str(r.reason or ""))
+        key = (pattern(r.name), r.group.size, bool(r.group.names("in")), kept_or_why)
         found.setdefault(key, []).append(r)
     out = []
     for key, same in found.items():

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from torch import nn
 
-from ...slices import Slice
 from ..groups import Group
-from ..reasons import Reason, conflict
+from ..reasons import CONFLICT, Skip
 from ..trace import Trace
 from . import attention as _attention
 from . import mbconv, residual
+from .attention import adapt, objection, rerated
+
+__all__ = ["adapt", "arrange", "choose", "objection", "rerated"]
 
 
 def arrange(
@@ -35,21 +37,6 @@ def choose(groups: list[Group]) -> None:
         dims = [(m.module, m.role, m.offset) for m in group.members]
         other = next((taken[dim] for dim in dims if dim in taken), None)
         if other is not None:
-            group.reason = conflict(f" ({other.size} units of {other.name})")
+            group.reason = Skip.CONFLICT(f"{CONFLICT} ({other.size} units of {other.name})")
         else:
             taken.update(dict.fromkeys(dims, group))
-
-
-def adapt(model: nn.Module, groups: list[Group], made: dict[Group, Slice]) -> list[nn.Module]:
-    """Change what must change around the sliced layers; returns the modules touched."""
-    return _attention.adapt(model, groups, made)
-
-
-def rerated(model: nn.Module) -> None:
-    """Let everything that was computed from widths follow slices whose rates have changed."""
-    _attention.rerated(model)
-
-
-def objection(group: Group, width: int, before: Trace, after: Trace) -> Reason | None:
-    """What a recipe has against a group that was tried, judging by the traces of the full and the sliced model."""
-    return _attention.objection(group, width, before, after)

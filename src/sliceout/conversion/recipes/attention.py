@@ -17,7 +17,7 @@ from torch import nn
 from ...nn.base import Sliced, adopt
 from ...slices import Slice
 from ..groups import Group, Member
-from ..reasons import Reason, Skip, conflict
+from ..reasons import CONFLICT, Reason, Skip
 from ..trace import Trace
 from .rotary import split_off_values_
 
@@ -48,19 +48,19 @@ def arrange(model: nn.Module, groups: list[Group], trace: Trace, attention: str)
         multihead = isinstance(modules.get(group.members[0].module), nn.MultiheadAttention)
         mode = "heads" if group.batched and not group.contracted else "dims"
         if attention == "off":
-            group.reason = Reason(Skip.ATTENTION_OFF, "attention='off'")
+            group.reason = Skip.ATTENTION_OFF("attention='off'")
         elif multihead:
             continue
         elif mode != attention:
-            group.reason = conflict(f": attention={attention!r}")
+            group.reason = Skip.CONFLICT(f"{CONFLICT}: attention={attention!r}")
         elif group.contracted and group.reason is not None and group.reason.code is Skip.CONCATENATED:
-            rotated = "queries and keys are rotated in pairs of dims (rotary embedding): left whole"
-            group.reason = Reason(Skip.ROTARY, rotated)
+            why = "queries and keys are rotated in pairs of dims (rotary embedding): left whole"
+            group.reason = Skip.ROTARY(why)
         elif group.contracted and group.reason is None:
             missing = [n for n in group.contracted if not _temperatures(trace, n, group.size)]
             if missing:
-                not_found = f"no softmax temperature found in {missing[0]} that could follow the slice"
-                group.reason = Reason(Skip.TEMPERATURE, not_found)
+                why = f"no softmax temperature found in {missing[0]} that could follow the slice"
+                group.reason = Skip.TEMPERATURE(why)
 
 
 def _multihead(model: nn.Module, trace: Trace, attention: str) -> list[Group]:
@@ -71,9 +71,9 @@ def _multihead(model: nn.Module, trace: Trace, attention: str) -> list[Group]:
             continue
         reason = None
         if module.bias_k is not None or module.add_zero_attn:
-            reason = Reason(Skip.NO_SLICED_FORM, "add_bias_kv and add_zero_attn have no sliced form")
+            reason = Skip.NO_SLICED_FORM("add_bias_kv and add_zero_attn have no sliced form")
         elif type(module) is not nn.MultiheadAttention:
-            reason = Reason(Skip.NO_SLICED_FORM, f"{type(module).__name__} is a class of its own")
+            reason = Skip.NO_SLICED_FORM(f"{type(module).__name__} is a class of its own")
         heads, dims = module.num_heads, module.head_dim
         if attention == "heads":
             members = [Member(name, "heads", 1, dims)]
@@ -97,7 +97,7 @@ def objection(group: Group, width: int, before: Trace, after: Trace) -> Reason |
     """Queries and keys: the temperature must have become that of the sliced width."""
     for name in group.contracted:
         if _temperatures(before, name, group.size) != _temperatures(after, name, width):
-            return Reason(Skip.TEMPERATURE, f"the softmax temperature of {name} does not follow the slice")
+            return Skip.TEMPERATURE(f"the softmax temperature of {name} does not follow the slice")
     return None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..groups import Group
-from ..reasons import Reason, Skip
+from ..reasons import Skip
 
 
 def arrange(model: nn.Module, groups: list[Group], stages: int | None) -> None:
@@ -25,14 +25,14 @@ def arrange(model: nn.Module, groups: list[Group], stages: int | None) -> None:
         group.kind = "mbconv"
     for group in groups:
         if group.kind in ("conv", "mbconv") and group not in expanded:
-            outside = "outside the expanded channels of the inverted bottlenecks"
-            group.reason = group.reason or Reason(Skip.NOT_EXPANDED, outside)
+            outside = Skip.NOT_EXPANDED("outside the expanded channels of the inverted bottlenecks")
+            group.reason = group.reason or outside
     if stages is None:
         return
     first = set(_first(expanded, modules, stages))
     for group in groups:
         if group not in first:
-            group.reason = group.reason or Reason(Skip.STAGES, f"not in the first {stages} stages")
+            group.reason = group.reason or Skip.STAGES(f"not in the first {stages} stages")
 
 
 def _expands(group: Group, modules: dict[str, nn.Module]) -> bool:

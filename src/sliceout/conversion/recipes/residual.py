@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..groups import Group
-from ..reasons import Reason, Skip
+from ..reasons import Skip
 
 
 def arrange(groups: list[Group], paper_exclusions: bool) -> None:
@@ -28,8 +28,7 @@ def arrange(groups: list[Group], paper_exclusions: bool) -> None:
     stem = _chain_from_input([*inside, *outside])
     for group in (*inside, *outside):
         if group.reads_input or (place[group] < first and (group in outside or group in stem)):
-            stays_whole = "in front of the residual blocks: the stem stays whole"
-            group.reason = group.reason or Reason(Skip.STEM, stays_whole)
+            group.reason = group.reason or Skip.STEM("in front of the residual blocks: the stem stays whole")
     if paper_exclusions:
         _exclude(sorted(inside, key=place.__getitem__))
 
@@ -53,7 +52,7 @@ def _exclude(inside: list[Group]) -> None:
     for group in inside:
         which = "first residual block" if _block(group) == blocks[0] else "last residual block of its stage"
         if _block(group) in (blocks[0], *last.values()):
-            group.reason = group.reason or Reason(Skip.PAPER_EXCLUSIONS, f"{which} (paper_exclusions)")
+            group.reason = group.reason or Skip.PAPER_EXCLUSIONS(f"{which} (paper_exclusions)")
 
 
 def _block(group: Group) -> str:

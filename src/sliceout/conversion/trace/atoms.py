@@ -10,7 +10,7 @@ from ..reasons import Reason, Skip
 Dim = list["Atom"]
 """A dimension: the product of its atoms, slowest first. A dimension of size 1 has none."""
 
-POSITION = Reason(Skip.POSITION, "a position, not a unit")
+POSITION = Skip.POSITION("a position, not a unit")
 
 
 class Atom:
@@ -69,14 +69,14 @@ def identify(a: Dim, b: Dim) -> None:
     """Say that two dimensions hold the same units in the same order."""
     a, b = expand(a), expand(b)
     if size(a) != size(b):
-        return block([a, b], Reason(Skip.UNEXPECTED_SHAPE, "tensors of different sizes meet here"))
+        return block([a, b], Skip.UNEXPECTED_SHAPE("tensors of different sizes meet here"))
     while a and b:
         x, y = a[-1], b[-1]
         if x is y or x.size == y.size:
             _merge(x, y)
             a, b = a[:-1], b[:-1]
         elif max(x.size, y.size) % min(x.size, y.size):
-            return block([a, b], Reason(Skip.RESHAPED, "a reshape mixes these units with another dimension"))
+            return block([a, b], Skip.RESHAPED("a reshape mixes these units with another dimension"))
         else:
             big = x if x.size > y.size else y
             big.split(big.size // min(x.size, y.size))

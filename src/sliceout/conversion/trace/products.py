@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..reasons import Reason, Skip
+from ..reasons import Skip
 from .atoms import POSITION, Dim, block, expand, identify, new_dim, size, split_front
 from .tracer import Tracer, rule
 from .units import broadcast
@@ -21,20 +21,13 @@ def _contract(t: Tracer, x: Tensor, y: Tensor, xd: Dim, yd: Dim) -> None:
             atom.contracted.append(t.here)
 
 
-def _matrix_product(t: Tracer, x: Tensor, y: Tensor, out: Tensor) -> None:
+@rule("mm", "addmm")
+def matrix_product(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    x, y = a.get("mat1", a["self"]), a["mat2"]
     _contract(t, x, y, t.dims(x)[1], t.dims(y)[0])
-    t.set_dims(out, [t.dims(x)[0], t.dims(y)[1]])
-
-
-@rule("mm")
-def mm(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
-    _matrix_product(t, a["self"], a["mat2"], outputs[0])
-
-
-@rule("addmm")
-def addmm(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
-    _matrix_product(t, a["mat1"], a["mat2"], outputs[0])
-    broadcast(t, [outputs[0], a["self"]], outputs[0])
+    t.set_dims(outputs[0], [t.dims(x)[0], t.dims(y)[1]])
+    if "mat1" in a:
+        broadcast(t, [outputs[0], a["self"]], outputs[0])
 
 
 @rule("linear")
@@ -46,29 +39,22 @@ def linear(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Ten
         identify(t.dims(bias)[0], t.dims(w)[0])
 
 
-@rule("bmm")
-def bmm(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
-    _batched(t, a["self"], a["mat2"], outputs[0])
-
-
-@rule("baddbmm")
-def baddbmm(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
-    _batched(t, a["batch1"], a["batch2"], outputs[0])
-    broadcast(t, [outputs[0], a["self"]], outputs[0])
+@rule("bmm", "baddbmm")
+def batched_product(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    x, y = a.get("batch1", a["self"]), a["batch2" if "batch2" in a else "mat2"]
+    xd, yd = t.dims(x), t.dims(y)
+    identify(xd[0], yd[0])
+    _mark_batched(t, xd[:1])
+    _contract(t, x, y, xd[2], yd[1])
+    t.set_dims(outputs[0], [xd[0], xd[1], yd[2]])
+    if "batch1" in a:
+        broadcast(t, [outputs[0], a["self"]], outputs[0])
 
 
 def _mark_batched(t: Tracer, dims: list[Dim]) -> None:
     for dim in dims:
         for atom in expand(dim):
             atom.batched.append(t.here)
-
-
-def _batched(t: Tracer, x: Tensor, y: Tensor, out: Tensor) -> None:
-    xd, yd = t.dims(x), t.dims(y)
-    identify(xd[0], yd[0])
-    _mark_batched(t, xd[:1])
-    _contract(t, x, y, xd[2], yd[1])
-    t.set_dims(out, [xd[0], xd[1], yd[2]])
 
 
 @rule("convolution", "_convolution", "convolution_overrideable")
@@ -90,7 +76,6 @@ def convolution(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: lis
         w_group, channels = split_front(wd[0], groups)
         if x_group is None or w_group is None:
             block([xd[1], *wd], t.because(Skip.CHANNEL_GROUPS, f"groups={groups} cut through a reshape"))
-            t.make_dims(y)
             return
         identify(x_group, w_group)
         identify(x_rest, wd[1])
@@ -129,4 +114,4 @@ def attention(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[
     block([q[-2], k[-2]], POSITION)
     t.set_dims(outputs[0], [*q[:-1], v[-1]])
     for y in outputs[1:]:
-        t.make_dims(y, Reason(Skip.MIXED, "attention statistics"))
+        t.make_dims(y, Skip.MIXED("attention statistics"))

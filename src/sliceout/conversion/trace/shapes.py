@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..reasons import Reason, Skip
+from ..reasons import Skip
 from .atoms import Atom, Dim, block, expand, identify, new_dim, size, split_front
 from .tracer import Tracer, rule, unknown
 
@@ -23,7 +23,7 @@ def view(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tenso
         if dim is None:
             mixed = t.because(Skip.RESHAPED, "a reshape mixes these units with another dimension")
             block(t.dims(inputs[0]), mixed)
-            t.make_dims(y, Reason(Skip.RESHAPED, "comes out of a reshape that mixes units"))
+            t.make_dims(y, Skip.RESHAPED("comes out of a reshape that mixes units"))
             return
         dims.append(dim)
     t.set_dims(y, dims)
@@ -178,7 +178,7 @@ def index(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tens
     if used and used == list(range(used[0], used[-1] + 1)):
         after = x.dim() - used[-1] - 1
         middle = y.dim() - used[0] - after
-        fresh = [new_dim(n, Reason(Skip.INDEXED, "indexed")) for n in y.shape[used[0] : used[0] + middle]]
+        fresh = [new_dim(n, Skip.INDEXED("indexed")) for n in y.shape[used[0] : used[0] + middle]]
         t.set_dims(y, [*dims[: used[0]], *fresh, *dims[used[-1] + 1 :]])
     else:
         unknown(t, "index", inputs, outputs)
@@ -187,7 +187,7 @@ def index(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tens
 @rule("embedding")
 def embedding(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
     w, ids = a["weight"], a["indices"]
-    block([t.dims(w)[0]], Reason(Skip.INDEXED, "rows of an embedding"))
+    block([t.dims(w)[0]], Skip.INDEXED("rows of an embedding"))
     t.set_dims(outputs[0], [*t.dims(ids), t.dims(w)[1]])
 
 

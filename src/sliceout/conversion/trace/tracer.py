@@ -50,6 +50,8 @@ class Trace:
     """Weights that a convolution or product was given as they are, not something computed from them."""
     inputs: dict[str, list[Dim]] = field(default_factory=dict)
     """The dimensions of the first input of every module."""
+    shapes: dict[str, set[tuple[tuple[int, ...], tuple[int, ...]]]] = field(default_factory=dict)
+    """Of the first input and the output of every call of a module; ``()`` for what is not a tensor."""
     scalars: dict[str, set[float]] = field(default_factory=dict)
     """Numbers that tensors were multiplied or divided by, by module: the softmax temperature is among them."""
     takes: dict[tuple[str, int, int], Dim] = field(default_factory=dict)
@@ -104,8 +106,8 @@ class Tracer(TorchDispatchMode):
     def set_dims(self, t: Tensor, dims: list[Dim]) -> list[Dim]:
         for i, (dim, n) in enumerate(zip(dims, t.shape, strict=True)):
             if size(expand(dim)) != n:  # a rule that does not fit: better to refuse than to be wrong
-                block([dim], Reason(Skip.UNEXPECTED_SHAPE, f"unexpected shape in {self.here or 'the model'}"))
-                dims[i] = new_dim(n, Reason(Skip.UNEXPECTED_SHAPE, "unexpected shape"))
+                block([dim], Skip.UNEXPECTED_SHAPE(f"unexpected shape in {self.here or 'the model'}"))
+                dims[i] = new_dim(n, Skip.UNEXPECTED_SHAPE("unexpected shape"))
         self._dims[id(t)] = dims
         self._alive.append(t)
         return dims
@@ -219,6 +221,8 @@ def trace(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], curr
 
         def returned(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
             found.calls[name] = found.calls.get(name, 0) + 1
+            read, written = (tuple(getattr(t, "shape", ())) for t in (inputs[0] if inputs else None, output))
+            found.shapes.setdefault(name, set()).add((read, written))
             if inputs and isinstance(inputs[0], Tensor):
                 found.inputs[name] = tracer.dims(inputs[0])
                 if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -229,11 +233,11 @@ def trace(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], curr
         current.on_return.append(returned)
         for t in tree_leaves((args, kwargs)):
             if isinstance(t, Tensor):
-                tracer.make_dims(t, Reason(Skip.INPUT, "an input of the model"))
+                tracer.make_dims(t, Skip.INPUT("an input of the model"))
         with MetaScalars(), tracer:
             output = shadow(*args, **kwargs)
     for t in _tensors_in(output):
-        block(tracer.dims(t), Reason(Skip.OUTPUT, "an output of the model"))
+        block(tracer.dims(t), Skip.OUTPUT("an output of the model"))
     return found
 
 

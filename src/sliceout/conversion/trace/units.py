@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..reasons import Reason, Skip
+from ..reasons import Skip
 from .atoms import POSITION, Atom, Dim, block, expand, identify, new_dim, size, split_front
 from .tracer import Tracer, rule
 
@@ -74,7 +74,8 @@ def batch_norm(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list
             identify(channel, t.dims(p)[0])
     t.set_dims(outputs[0], list(t.dims(x)))
     for y in outputs[1:]:
-        t.set_dims(y, [channel]) if y.shape == (x.shape[1],) else t.make_dims(y)
+        if y.shape == (x.shape[1],):
+            t.set_dims(y, [channel])
 
 
 @rule("native_layer_norm", "_fused_rms_norm", "rms_norm")
@@ -87,8 +88,6 @@ def layer_norm(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list
         why = t.because(Skip.NO_SLICED_FORM, "a layer norm without weights or over several dimensions")
         block(t.dims(x)[-len(a["normalized_shape"]) :], why)
     t.set_dims(outputs[0], list(t.dims(x)))
-    for y in outputs[1:]:
-        t.make_dims(y)
 
 
 @rule("native_group_norm")
@@ -103,8 +102,6 @@ def group_norm(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list
         why = t.because(Skip.NO_SLICED_FORM, "a group norm that does not fit the units, or has no weights")
         block([channel], why)
     t.set_dims(outputs[0], list(t.dims(x)))
-    for y in outputs[1:]:
-        t.make_dims(y)
 
 
 @rule("_softmax", "_log_softmax", "softmax", "log_softmax", "_safe_softmax", "cumsum", "logcumsumexp", "sort", "flip",
@@ -114,7 +111,7 @@ def along(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tens
     x = inputs[0]
     named = a.get("dims", a.get("dim", -1))
     over = [d % x.dim() for d in ([named] if isinstance(named, int) else named or range(x.dim()))]
-    dims, mixed = t.dims(x), Reason(Skip.MIXED, "mixed")
+    dims, mixed = t.dims(x), Skip.MIXED("mixed")
     block([dims[d] for d in over], t.because(Skip.MIXED, "a softmax, roll or running sum over the units"))
     for y in outputs:
         if y.dim() != x.dim():
@@ -136,7 +133,7 @@ def reduce(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Ten
     for y in outputs:
         if y.dim() == x.dim():
             kept = [[] if i in over and y.shape[i] == 1 else d for i, d in enumerate(dims)]
-            reduced = Reason(Skip.MIXED, "reduced")
+            reduced = Skip.MIXED("reduced")
             pairs = zip(kept, y.shape, strict=True)
             t.set_dims(y, [k if size(expand(k)) == n else [Atom(n, reduced)] for k, n in pairs])
         else:
