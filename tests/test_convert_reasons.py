@@ -122,6 +122,17 @@ def test_an_error_of_the_models_code_is_logged_with_its_traceback(caplog) -> Non
     assert "the model cannot take it" in logged(caplog, "dropped after a trial: a").getMessage()
 
 
+def test_a_model_that_cannot_be_copied_is_told_and_logged(caplog) -> None:
+    class Single(nn.Linear):
+        def __deepcopy__(self, memo):
+            raise TypeError("there is only one of me")
+
+    caplog.set_level(logging.DEBUG, "sliceout")
+    with pytest.raises(ValueError, match=r"could not run Sequential .* there is only one of me"):
+        sliceout.convert_(nn.Sequential(Single(6, 64), nn.Linear(64, 3)), 0.5)
+    assert isinstance(logged(caplog, "(2, 6) on meta failed").exc_info[1], TypeError)
+
+
 def test_an_error_of_a_block_that_only_looks_residual_is_logged(caplog) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:

@@ -83,6 +83,7 @@ def convert_(
         ValueError: if nothing can be sliced, with what was looked for.
 
     Example:
+        >>> import torch
         >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2))
         >>> convert_(model, rate=0.5).converted
         1

@@ -41,7 +41,7 @@ class DryRun:
             for device in ("meta", "cpu"):
                 self.device, self.call = device, inputs.to_device(call, device)
                 tried = f"{_shapes(call)} on {device}"
-                found = self._run(self.shadow())
+                found = self._run()
                 if isinstance(found, Trace):
                     self.trace = found
                     log.info(
@@ -59,22 +59,28 @@ class DryRun:
         copied = meta_copy(self.model) if self.device == "meta" else copy.deepcopy(self.model).cpu()
         return copied.train()
 
-    def _run(self, shadow: nn.Module) -> Trace | Failure:
-        """Trace a copy. Its own code may raise anything; errors of our rules are not caught."""
+    def _run(self, apply: Callable[[nn.Module], Any] = lambda shadow: None) -> Trace | Failure:
+        """Trace a copy. To copy and to run it is the modules' own code, which may raise anything; the rest is ours."""
+        try:
+            shadow = self.shadow()
+        except Exception as error:
+            return self._failure("", error)
+        apply(shadow)
         current = CurrentModule(shadow)
         try:
             return trace(shadow, *self.call, current)
         except RuleError:
             raise
         except Exception as error:
-            log.debug("%s on %s failed in %r", _shapes(self.call), self.device, current.last or "", exc_info=True)
-            return Failure(current.last or "", _first_line(error))
+            return self._failure(current.last or "", error)
+
+    def _failure(self, module: str, error: Exception) -> Failure:
+        log.debug("%s on %s failed in %r", _shapes(self.call), self.device, module, exc_info=error)
+        return Failure(module, _first_line(error))
 
     def try_sliced(self, groups: list[Group], apply: Apply) -> Trace | Failure:
         """Trace a copy in which ``groups`` are sliced."""
-        shadow = self.shadow()
-        apply(shadow, groups)
-        tried = self._run(shadow)
+        tried = self._run(lambda shadow: apply(shadow, groups))
         if isinstance(tried, Trace):
             for one, other, _ in tried.adds:
                 identify(one, other)
