@@ -90,7 +90,7 @@ def check(model: nn.Module, x: Any) -> dict[str, Any]:
     row["flops"] = round(report.flop_saving, 4)
     row["activations"] = round(report.activation_saving, 4)
     row["kinds"] = dict(collections.Counter(r.group.kind for r in report.rows if r.slice is not None))
-    row["skipped"] = dict(collections.Counter(r.reason for r in report.skipped).most_common(5))
+    row["skipped"] = dict(collections.Counter(str(r.reason) for r in report.skipped).most_common(5))
     failed = row["failed"] = []
     if not same(before, in_eval(model, x)):
         failed.append("eval output changed by conversion")

@@ -297,7 +297,7 @@ def test_rates_without_a_window(rate, message):
     if rate == 0.999:  # one pixel of the largest map, nothing of the smaller ones
         report = sliceout.convert_(net, rate, scheme="patch")
         assert report.converted == 2
-        assert "which is 0 at align=1" in report.skipped[0].reason
+        assert "which is 0 at align=1" in str(report.skipped[0].reason)
         return
     with pytest.raises(ValueError, match=message):
         sliceout.convert_(net, rate, scheme="patch")

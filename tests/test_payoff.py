@@ -14,6 +14,7 @@ from torch import nn
 import sliceout
 from sliceout.conversion import convert
 from sliceout.conversion import profitability as payoff
+from sliceout.conversion.reasons import Skip
 
 ROOT = Path(__file__).parents[1]
 MEASURED = {
@@ -169,17 +170,20 @@ def network() -> nn.Module:
 @pytest.fixture
 def on_a_gpu(monkeypatch) -> None:
     """Without a GPU: the question is answered as if the model were on one."""
-    monkeypatch.setattr(convert, "_where", lambda model: (torch.device("cuda"), None))
+    monkeypatch.setattr(convert, "device_and_dtype", lambda model: (torch.device("cuda"), None))
 
 
 X = torch.zeros(2, 3, 16, 16)
 
 
 @pytest.mark.parametrize("scheme", ["sliceout", "controlled", "standard"])
-def test_convert_leaves_out_what_cannot_pay_and_says_so(on_a_gpu: None, scheme: str) -> None:
+def test_convert_leaves_out_what_cannot_pay_and_says_so(on_a_gpu: None, scheme: str, caplog) -> None:
+    caplog.set_level("INFO", "sliceout")
     report = sliceout.convert_(network(), 0.5, scheme=scheme, example_inputs=X)
     assert [r.group.size for r in report.rows if r.slice] == [640]
     assert "16 units: a slice of 8 cannot pay on X (measured: 105% of the full layers' time; y)" in str(report)
+    assert Skip.NOT_PROFITABLE in {r.reason.code for r in report.skipped}
+    assert "left out as not profitable: 0: 16 units" in caplog.text
     forced = sliceout.convert_(network(), 0.5, scheme=scheme, payoff=False, example_inputs=X)
     assert [r.group.size for r in forced.rows if r.slice] == [16, 640]
 
@@ -188,7 +192,7 @@ def test_on_the_cpu_and_on_a_gpu_that_was_not_measured_every_group_is_sliced(mon
     sizes = lambda: [r.group.size for r in sliceout.convert_(network(), 0.5, example_inputs=X).rows if r.slice]  # noqa: E731
     monkeypatch.setitem(MEASURED, "cpu", [{**MEASURED["cuda"][1], "machine": "Z"}])
     assert sizes() == [16, 640]
-    monkeypatch.setattr(convert, "_where", lambda model: (torch.device("cuda"), None))
+    monkeypatch.setattr(convert, "device_and_dtype", lambda model: (torch.device("cuda"), None))
     monkeypatch.setattr(payoff, "_gpu", lambda device: "Z")
     assert sizes() == [16, 640]
 
@@ -200,7 +204,7 @@ def test_with_measurements_of_the_cpu_alone_nothing_is_left_out_on_a_gpu(on_a_gp
 
 
 def test_a_group_that_pays_by_one_of_its_layers_is_sliced(monkeypatch) -> None:
-    monkeypatch.setattr(convert, "_where", lambda model: (torch.device("cuda"), torch.bfloat16))
+    monkeypatch.setattr(convert, "device_and_dtype", lambda model: (torch.device("cuda"), torch.bfloat16))
     for last in (nn.Conv2d(16, 4, 1), nn.Sequential(nn.Flatten(), nn.Linear(16 * 14 * 14, 4))):
         mixed = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), last)
         assert sliceout.convert_(mixed, 0.5, example_inputs=X).converted == 1
@@ -211,8 +215,8 @@ def test_a_group_that_pays_by_one_of_its_layers_is_sliced(monkeypatch) -> None:
 
 @pytest.mark.parametrize(("dtype", "align"), [(torch.bfloat16, 16), (torch.float32, 16), (torch.float64, 8)])
 def test_convert_aligns_as_measured_for_the_dtype(monkeypatch, dtype: torch.dtype, align: int) -> None:
-    where = convert._where
-    monkeypatch.setattr(convert, "_where", lambda model: (torch.device("cuda"), where(model)[1]))
+    placed = convert.device_and_dtype
+    monkeypatch.setattr(convert, "device_and_dtype", lambda model: (torch.device("cuda"), placed(model)[1]))
     mlp = lambda: nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 2)).to(dtype)  # noqa: E731
     inputs = torch.zeros(2, 8, dtype=dtype)
     assert sliceout.convert_(mlp(), 0.5, example_inputs=inputs).slices.members[0].align == align
@@ -221,7 +225,7 @@ def test_convert_aligns_as_measured_for_the_dtype(monkeypatch, dtype: torch.dtyp
 
 def test_the_dtype_is_that_of_autocast_or_of_half_precision_weights() -> None:
     net = nn.Linear(2, 2)
-    assert convert._where(net) == (torch.device("cpu"), None)
+    assert convert.device_and_dtype(net) == (torch.device("cpu"), None)
     with torch.autocast("cpu", torch.bfloat16):
-        assert convert._where(net)[1] is torch.bfloat16
-    assert convert._where(net.half())[1] is torch.float16
+        assert convert.device_and_dtype(net)[1] is torch.bfloat16
+    assert convert.device_and_dtype(net.half())[1] is torch.float16

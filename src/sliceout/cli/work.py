@@ -104,9 +104,7 @@ class Work:
         if case.scheme == "none" or (case.scheme == "standard" and self.own_dropout):
             return
         settings: dict[str, Any] = {"align": case.align, "stages": case.stages, "sampling": case.sampling}
-        settings["payoff"] = False  # whether it pays is what is to be measured
-        if case.grads != "dense":
-            settings["grads"] = case.grads
+        settings |= {"grads": case.grads, "payoff": False}  # whether it pays is what is to be measured
         scheme = "sliceout" if case.scheme == "floor" else case.scheme
         x, _ = self.batch(2, torch.device("cpu"))
         convert_(self.net, case.rate, scheme=scheme, example_inputs=x, **settings)

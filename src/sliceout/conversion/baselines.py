@@ -11,16 +11,11 @@ from ..nn.base import Sliced, adopt
 from ..nn.factory import plain_, slice_
 from ..schemes.dropout import DROPS, Drop, dropping_class
 from ..slices import Slice
-from .groups import Group
+from .groups import CONVS, Group
+from .reasons import Skip
 from .trace import Trace, expand
 
 SCHEMES = ("sliceout", "controlled", "patch", *DROPS)
-_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
-
-def check_scheme(scheme: str) -> None:
-    if scheme not in SCHEMES:
-        raise ValueError(f"scheme={scheme!r}: expected one of {', '.join(map(repr, SCHEMES))}")
 
 
 def drop_(
@@ -32,13 +27,14 @@ def drop_(
     taken: set[str] = set()
     for group in groups:
         names = readers(group, trace)
-        flat = next((n for n in names if not isinstance(modules[n], _CONVS)), None)
+        flat = next((n for n in names if not isinstance(modules[n], CONVS)), None)
         if not names:
-            group.reason = f"no layer reads these units by themselves: scheme={scheme!r} has no place here"
+            why = f"no layer reads these units by themselves: scheme={scheme!r} has no place here"
+            group.reason = Skip.NO_READER(why)
         elif scheme in ("spatial", "dropblock") and flat is not None:
-            group.reason = f"{flat} is not a convolution: scheme={scheme!r} drops from feature maps"
+            group.reason = Skip.NOT_A_MAP(f"{flat} is not a convolution: scheme={scheme!r} drops from feature maps")
         elif taken & set(names):
-            group.reason = "its reader reads another group too, which drops already"
+            group.reason = Skip.NO_READER("its reader reads another group too, which drops already")
         else:
             plan[group] = names
             taken.update(names)

@@ -97,9 +97,8 @@ def _from_first_layer(model: nn.Module) -> Iterator[Call]:
             yield as_call(torch.zeros(2, 16, width))
             yield as_call((torch.zeros(2, 16, width),) * 3)
             return
-        for kind, dims in ((nn.Conv1d, 1), (nn.Conv2d, 2), (nn.Conv3d, 3)):
-            if isinstance(module, kind):
-                for n in (32, 224, 64, 128, 256, 299, 384):
-                    if dims < 3 or n <= 64:
-                        yield as_call(torch.zeros(2, module.in_channels, *[n] * dims))
-                return
+        if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+            dims = len(module.kernel_size)
+            for n in (32, 224, 64, 128, 256, 299, 384) if dims < 3 else (32, 64):
+                yield as_call(torch.zeros(2, module.in_channels, *[n] * dims))
+            return

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Iterable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..drawing import Slices
-from ..ops import without_views
 from ..schemes.patch import Side, patch_, window
 from ..schemes.residual_blocks import Form
-from .dry_run import DryRun
+from .dry_run import DryRun, Failure
 from .groups import Group, Member
+from .options import Filter, Rate, matches, rate_of
+from .reasons import FILTERED, FROZEN, Reason, Skip
 from .report import Cost, Report, Row
 from .residual_blocks import looks_residual, recognise
-from .trace import Guesses, Where
+from .trace import Trace
+
+log = logging.getLogger(__name__)
 
 Size = tuple[int, int]
+Sizes = tuple[Size, Size]
+"""Of the maps that a block reads and writes."""
 
 
 def patch_blocks_(
     model: nn.Module,
-    rate: Any,
+    rate: Rate,
     *,
     norm: str,
     align: int | None,
-    filter: Any,
+    filter: Filter,
     example_inputs: Any,
     seed: int,
 ) -> Report:
@@ -40,18 +44,19 @@ def patch_blocks_(
             f"no residual block in {type(model).__name__}: looked for modules with conv1, conv2 (conv3), their norms "
             "(bn1 or norm1...) and a shortcut, such as those of Wide ResNet and ResNet"
         )
-    sizes = _sizes(run, found)
+    sizes = _map_sizes(run.trace, found)
     forms: dict[Any, Form | None] = {}
     rows: list[Row] = []
     plan: dict[str, tuple[Form, Size, Size, float]] = {}
     for name, block in found.items():
-        group = _group(name, block, sizes)
+        group = _group(name, block, sizes.get(name))
         rows.append(Row(group, None))
-        kind = _kind(block)
-        if kind not in forms:
-            forms[kind] = recognise(block)
-        form, value = forms[kind], _rate_of(name, block, rate)
-        group.reason = _refusal(name, block, form, sizes, value, filter, align)
+        code = _same_code(block)
+        if code not in forms:
+            forms[code] = recognise(block)
+        form, value = forms[code], _rate_of_block(name, block, rate)
+        group.reason = None if matches(filter, {name: block}) else FILTERED
+        group.reason = group.reason or _why_not(block, form, sizes.get(name), value, align)
         if group.reason is None:
             assert form is not None
             assert value is not None
@@ -70,101 +75,82 @@ def patch_blocks_(
         if not plan:
             reasons = "; ".join(f"{r.name}: {r.reason}" for r in rows[:4])
             raise ValueError(f"no residual block of {type(model).__name__} can be patched: {reasons}")
-        tried, failed, message = run.attempt([], lambda shadow, _: apply(shadow, make()))
-        if tried is not None:
+        tried = run.try_sliced([], lambda shadow, _: apply(shadow, make()))
+        if not isinstance(tried, Failure):
             break
-        broken = next((n for n in plan if (failed + ".").startswith(n + ".")), next(iter(plan)))
+        broken = next((n for n in plan if (tried.module + ".").startswith(n + ".")), next(iter(plan)))
         del plan[broken]
-        next(r.group for r in rows if r.name == broken).reason = f"{failed} cannot take a window: {message}"
+        why = Skip.FAILED(f"{tried.module} cannot take a window: {tried.message}")
+        log.debug("dropped after a trial: %s: %s", broken, why)
+        next(r.group for r in rows if r.name == broken).reason = why
     made = make()
     apply(model, made)
     for row in rows:
         row.slice = made[row.name][0] if row.name in made else None
-    family = Slices([s for pair in made.values() for s in pair])
-    return Report(type(model).__name__, rows, Cost.of(run.trace), Cost.of(tried), family, scheme="patch")
+    sides = Slices([s for pair in made.values() for s in pair])
+    return Report(type(model).__name__, rows, Cost.of(run.trace), Cost.of(tried), sides, scheme="patch")
 
 
-def _sizes(run: DryRun, found: dict[str, nn.Module]) -> dict[str, tuple[Size, Size]]:
+def _map_sizes(trace: Trace, found: Iterable[str]) -> dict[str, Sizes]:
     """Height and width of what the branch of each block reads and writes; without those that see several sizes."""
-    reads: dict[str, set[Any]] = {}
-    writes: dict[str, set[Any]] = {}
-
-    def called(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        block, _, layer = name.rpartition(".")
-        if layer == "conv1" and block in found:
-            reads.setdefault(block, set()).add(tuple(args[0].shape[-2:]))
-        if name in found and isinstance(output, Tensor):
-            writes.setdefault(name, set()).add(tuple(output.shape[-2:]))
-
-    shadow = run.shadow()
-    with Where(shadow) as where, torch.no_grad(), without_views(), Guesses():
-        where.on_call.append(called)
-        shadow(*run.call[0], **run.call[1])
-    return {
-        n: (next(iter(reads[n])), next(iter(writes[n])))
-        for n in found
-        if len(reads.get(n, ())) == len(writes.get(n, ())) == 1
-    }
+    sizes: dict[str, Sizes] = {}
+    for name in found:
+        reads = {read[-2:] for read, _ in trace.shapes.get(_layer(name, "conv1"), ())}
+        writes = {written[-2:] for _, written in trace.shapes.get(name, ())}
+        if len(reads) == len(writes) == 1 and () not in reads | writes:
+            sizes[name] = reads.pop(), writes.pop()  # type: ignore[assignment]
+    return sizes
 
 
-def _group(name: str, block: nn.Module, sizes: dict[str, tuple[Size, Size]]) -> Group:
-    layers = [f"{name}.{n}" if name else n for n, _ in block.named_modules() if n]
-    first = f"{name}.conv1" if name else "conv1"
-    height = sizes[name][1][0] if name in sizes else 0
-    return Group(name, height, [Member(first, "in", 1, 1)], passes=[n for n in layers if n != first], kind="patch")
+def _layer(block: str, name: str) -> str:
+    return f"{block}.{name}" if block else name
 
 
-def _kind(block: nn.Module) -> Any:
+def _group(name: str, block: nn.Module, sizes: Sizes | None) -> Group:
+    first = _layer(name, "conv1")
+    others = [_layer(name, n) for n, _ in block.named_modules() if n not in ("", "conv1")]
+    return Group(name, sizes[1][0] if sizes else 0, [Member(first, "in", 1, 1)], passes=others, kind="patch")
+
+
+def _same_code(block: nn.Module) -> Any:
     """Equal for blocks that run the same code: what was found out about one holds for the others."""
     return type(block), tuple((n, type(m), m is None) for n, m in block._modules.items())
 
 
-def _refusal(
-    name: str,
-    block: Any,
-    form: Form | None,
-    sizes: dict[str, tuple[Size, Size]],
-    rate: float | None,
-    filter: Callable[[nn.Module, str], bool] | str | Iterable[str] | None,
-    align: int | None,
-) -> str | None:
-    if filter is not None:
-        patterns = [filter] if isinstance(filter, str) else [] if callable(filter) else list(filter)
-        if not (filter(block, name) if callable(filter) else any(fnmatch.fnmatch(name, p) for p in patterns)):
-            return "left out by filter"
+def _rate_of_block(name: str, block: nn.Module, rate: Rate) -> float | None:
+    layers = (name, *(f"{name}.{n}" for n, _ in block.named_modules()))
+    dropouts = (m.p for m in block.modules() if isinstance(m, nn.modules.dropout._DropoutNd))
+    value = rate_of(rate, name, layers, dropouts)
+    return None if value is None else float(value)
+
+
+def _why_not(
+    block: Any, form: Form | None, sizes: Sizes | None, rate: float | None, align: int | None
+) -> Reason | None:
+    """Why a block gets no window; ``None`` if it can have one."""
     if not any(p.requires_grad for p in block.parameters()):
-        return "all its parameters are frozen"
+        return FROZEN
     if form is None:
-        return f"the code of {type(block).__name__} computes something else than shortcut plus branch"
+        name = type(block).__name__
+        return Skip.NOT_A_BLOCK(f"the code of {name} computes something else than shortcut plus branch")
     for i in range(1, form.convs + 1):
         conv = getattr(block, f"conv{i}")
         if conv.padding != "same" and any(
             2 * p != d * (k - 1) for p, d, k in zip(conv.padding, conv.dilation, conv.kernel_size, strict=True)
         ):
-            return f"conv{i} changes the size of the map (kernel {conv.kernel_size}, padding {conv.padding})"
-    if name not in sizes:
-        return "it is called with maps of several sizes, or not at all"
+            changes = f"conv{i} changes the size of the map (kernel {conv.kernel_size}, padding {conv.padding})"
+            return Skip.NOT_A_BLOCK(changes)
+    if sizes is None:
+        return Skip.UNEXPECTED_SHAPE("it is called with maps of several sizes, or not at all")
     if rate is None:
-        return "no rate was given for it, and no nn.Dropout inside it has one"
-    reads, writes = sizes[name]
+        return Skip.NO_RATE("no rate was given for it, and no nn.Dropout inside it has one")
+    reads, writes = sizes
     if min(writes) < 2:
-        return f"a {writes[0]}x{writes[1]} map has no smaller window"
+        return Skip.RATE(f"a {writes[0]}x{writes[1]} map has no smaller window")
     try:
         row, col = window(reads, writes, rate, align=align or 1)
     except ValueError as error:
-        return str(error)
+        return Skip.RATE(str(error))
     if not row.sliced and not col.sliced:
-        return f"at rate {rate} the whole {writes[0]}x{writes[1]} map is kept"
+        return Skip.RATE(f"at rate {rate} the whole {writes[0]}x{writes[1]} map is kept")
     return None
-
-
-def _rate_of(name: str, block: nn.Module, rate: Any) -> float | None:
-    if rate is None:
-        own = [m.p for m in block.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
-        return max(own, default=None) or None
-    if callable(rate):
-        return rate(name)
-    if isinstance(rate, Mapping):
-        names = [name, *(f"{name}.{n}" for n, _ in block.named_modules())]
-        return next((r for pattern, r in rate.items() if fnmatch.filter(names, pattern)), None)
-    return float(rate)

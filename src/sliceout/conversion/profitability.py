@@ -1,4 +1,4 @@
-"""Does a slice pay here? Answers from measurements, never from rules of thumb.
+"""Does a slice save time here? Answers from measurements, never from rules of thumb.
 
 ``profitability.json`` holds what ``benchmarks/payoff.py`` measured: forward and backward of two layers with sliced
 units between them, in percent of the full pair, for several sizes, batches and rates on each kind of device. Where
@@ -9,11 +9,18 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+
+from .groups import Group
+from .reasons import Reason, Skip
+
+log = logging.getLogger(__name__)
 
 TABLE = Path(__file__).with_name("profitability.json")
 NEAR = 2.0
@@ -66,7 +73,7 @@ def cannot_pay(
         return None
     best: tuple[float, dict[str, Any]] | None = None
     for entry in _entries(torch.device(device), dtype):
-        ratios = _alike(entry["pays"], kind, size, 1 - width / size, rows)
+        ratios = _comparable(entry["pays"], kind, size, 1 - width / size, rows)
         if not ratios or (rows is None and max(ratios) < MANY):
             return None
         if best is None or min(ratios.values()) < best[0]:
@@ -77,7 +84,44 @@ def cannot_pay(
     return f"{size} units: a slice of {width} cannot pay on {where}"
 
 
-def _alike(measured: list[Any], kind: str, size: int, rate: float, rows: int | None) -> dict[int, float]:
+def not_profitable(
+    group: Group, width: int, modules: dict[str, nn.Module], device: torch.device, dtype: torch.dtype | None
+) -> Reason | None:
+    """What was measured against slicing this group; ``None`` if anything was for it, or nothing was measured."""
+    if device.type != "cuda":
+        return None
+    kinds = {_kind_of(modules[m.module]) for m in group.members if m.role != "unit"}
+    if "depthwise" in kinds:  # it was measured between the two that it stands between
+        kinds = {"depthwise"}
+    times = max((m.blocks * m.inner for m in group.members if m.role == "out"), default=1)  # heads have units each
+    reasons = [cannot_pay(kind, group.size * times, width * times, device, dtype) for kind in sorted(kinds)]
+    if not reasons or None in reasons:
+        return None
+    log.info("left out as not profitable: %s: %s", group.name, reasons[0])
+    return Skip.NOT_PROFITABLE(str(reasons[0]))
+
+
+def _kind_of(layer: Any) -> str:
+    """As the measurements call it."""
+    if not hasattr(layer, "in_channels"):
+        return "linear"
+    if layer.groups > 1:
+        return "depthwise" if layer.groups == layer.in_channels else "grouped"
+    return "conv1" if set(layer.kernel_size) == {1} else "conv3"
+
+
+def device_and_dtype(model: nn.Module) -> tuple[torch.device, torch.dtype | None]:
+    """Where the model is, and the dtype of its products as far as it is known: autocast may be yet to come."""
+    first = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if first is None:
+        return torch.device("cpu"), None
+    kind = first.device.type
+    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
+        return first.device, torch.get_autocast_dtype(kind)
+    return first.device, None if first.dtype is torch.float32 else first.dtype
+
+
+def _comparable(measured: list[Any], kind: str, size: int, rate: float, rows: int | None) -> dict[int, float]:
     """For each batch that was measured, the ratio at the nearest size and at this rate.
 
     Between two rates that were measured the better one counts: the nearer may cut tiles in two. Above all of them

@@ -9,7 +9,8 @@ from typing import Any
 
 from ..drawing import Slices
 from ..slices import Slice
-from .groups import RIVAL, Group
+from .groups import Group
+from .reasons import Reason, Skip
 from .trace import Trace
 
 
@@ -63,7 +64,8 @@ class Row:
         return self.group.name
 
     @property
-    def reason(self) -> str | None:
+    def reason(self) -> Reason | None:
+        """Why it was skipped; ``str(reason)`` is the sentence, ``reason.code`` says what kind of reason it is."""
         return self.group.reason
 
 
@@ -122,15 +124,13 @@ class Report:
             "groups": [
                 {
                     "name": r.name,
-                    "family": r.group.kind,
+                    "kind": r.group.kind,
                     "size": r.group.size,
-                    "width": r.slice.width if r.slice else None,
-                    "sampling": r.slice.sampling if r.slice else None,
-                    "norm": r.slice.norm if r.slice else None,
-                    "grads": r.slice.grads if r.slice else None,
+                    **{key: getattr(r.slice, key, None) for key in ("width", "sampling", "norm", "grads")},
                     "members": [vars(m) for m in r.group.members],
                     "dropouts": r.group.dropouts,
-                    "reason": r.reason,
+                    "reason": r.reason and str(r.reason),
+                    "code": r.reason and r.reason.code.value,
                 }
                 for r in self.rows
             ],
@@ -142,7 +142,7 @@ class Report:
         lines = [_title(self, groups, _settings(sliced))]
         table: list[tuple[str, ...]] = [("group (first layer)", "kind", "read by", "kept", "FLOPs", "activations")]
         saved = savings([r.group for r in sliced], self.before, self.after)
-        for name, rows in _alike(sliced):
+        for name, rows in _merged(sliced):
             s, g = rows[0].slice, rows[0].group
             assert s is not None
             flops, activations = (sum(saved[r.group][i] for r in rows) for i in range(2))
@@ -152,13 +152,13 @@ class Report:
         lines.append(f"whole model: FLOPs {_percent(flops)}, activations {_percent(activations)} per training step")
         by_reason: dict[str, list[Row]] = {}
         for r in self.skipped:
-            if not (r.reason or "").startswith(RIVAL):
-                by_reason.setdefault(pattern(r.reason or ""), []).append(r)
+            if r.reason is None or r.reason.code is not Skip.CONFLICT:
+                by_reason.setdefault(pattern(str(r.reason or "")), []).append(r)
         if by_reason:
             lines.append("left alone:")
             left = []
             for reason, rows in by_reason.items():
-                names = [name for name, _ in _alike(rows)]
+                names = [name for name, _ in _merged(rows)]
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 left.append(f"  {', '.join(names[:3])}{more}: {reason}")
             lines += _shortened(left, 6, "reasons")
@@ -208,12 +208,12 @@ def pattern(text: str) -> str:
     return re.sub(r"\b[A-Za-z_]\w*(?:\.\w+)+", lambda name: re.sub(r"(?<=\.)\d+\b", "*", name.group()), text)
 
 
-def _alike(rows: list[Row]) -> list[tuple[str, list[Row]]]:
-    """Rows that differ only in a layer number become one line."""
+def _merged(rows: list[Row]) -> list[tuple[str, list[Row]]]:
+    """Rows that differ only in a layer number, as one: with a name for all of them."""
     found: dict[Any, list[Row]] = {}
     for r in rows:
-        fate = r.slice.width if r.slice else pattern(r.reason or "")
-        key = (pattern(r.name), r.group.size, bool(r.group.names("in")), fate)
+        kept_or_why = r.slice.width if r.slice else pattern(str(r.reason or ""))
+        key = (pattern(r.name), r.group.size, bool(r.group.names("in")), kept_or_why)
         found.setdefault(key, []).append(r)
     out = []
     for key, same in found.items():

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..schemes.residual_blocks import Form
 from .trace import meta_copy
+
+log = logging.getLogger(__name__)
 
 
 def looks_residual(block: nn.Module) -> bool:
@@ -38,19 +42,23 @@ def recognise(block: Any) -> Form | None:
     twin = _random_twin(block)
     random = torch.Generator("cpu").manual_seed(0)
     x = torch.randn(2, block.conv1.in_channels, 8, 8, generator=random, dtype=torch.float64, device="cpu")
-    with torch.no_grad():
-        try:
-            expected = twin(x.clone())
-        except Exception:
-            return None
-        for form in _forms(block):
-            try:
-                got = form(twin, x.clone())
-            except Exception:
-                continue
-            if got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-9, atol=1e-9):
-                return form
+    expected = _output(block, twin, x)
+    for form in _forms(block) if expected is not None else ():
+        got = _output(block, functools.partial(form, twin), x)
+        if got is not None and got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-9, atol=1e-9):
+            log.debug("%s is %s", type(block).__name__, form)
+            return form
     return None
+
+
+def _output(block: nn.Module, function: Callable[[Tensor], Any], x: Tensor) -> Any:
+    """What the layers of ``block`` make of ``x`` in this way; ``None`` if they fail: it is somebody else's code."""
+    try:
+        with torch.no_grad():
+            return function(x.clone())
+    except Exception:
+        log.debug("%s cannot be run as a residual block", type(block).__name__, exc_info=True)
+        return None
 
 
 def _random_twin(block: nn.Module) -> nn.Module:

@@ -13,7 +13,7 @@ from ..slices import Axis, ConcatAxis, Take
 from .base import Sliced, _attach, _autocast_dtype, _check_size
 
 
-class _Mixing(Sliced):
+class Mixing(Sliced):
     """A weight whose one dimension is the ``out`` axis and whose other is the ``in`` axis."""
 
     roles = ("in", "out")
@@ -40,7 +40,7 @@ class _Mixing(Sliced):
         return {"weight": weight, "bias": Take(out, None, scale_out)}
 
 
-class Linear(_Mixing, nn.Linear):
+class Linear(Mixing, nn.Linear):
     """``nn.Linear`` with slices on its input, its output or both.
 
     Example:
@@ -70,7 +70,7 @@ class Linear(_Mixing, nn.Linear):
         return None if out is None and into is None else self._small(out, into, x)
 
 
-class Conv1D(_Mixing, nn.Module):
+class Conv1D(Mixing, nn.Module):
     """GPT-2's ``Conv1D(nf, nx)``: a linear layer whose weight is stored as ``[nx, nf]``."""
 
     _plain = nn.Module
@@ -97,7 +97,7 @@ class Conv1D(_Mixing, nn.Module):
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
-class _Conv(_Mixing):
+class Conv(Mixing):
     """Convolutions: slices on channels; with ``groups``, either inside every group or whole groups."""
 
     in_channels: int
@@ -166,13 +166,13 @@ def _whole_groups(axes: dict[str, Axis], groups: int) -> bool:
     )
 
 
-class Conv1d(_Conv, nn.Conv1d):
+class Conv1d(Conv, nn.Conv1d):
     """``nn.Conv1d`` with slices on its channels."""
 
     _plain = nn.Conv1d
 
 
-class Conv2d(_Conv, nn.Conv2d):
+class Conv2d(Conv, nn.Conv2d):
     """``nn.Conv2d`` with slices on its channels.
 
     Example:
@@ -186,7 +186,7 @@ class Conv2d(_Conv, nn.Conv2d):
     _plain = nn.Conv2d
 
 
-class Conv3d(_Conv, nn.Conv3d):
+class Conv3d(Conv, nn.Conv3d):
     """``nn.Conv3d`` with slices on its channels."""
 
     _plain = nn.Conv3d

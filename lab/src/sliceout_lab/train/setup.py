@@ -15,6 +15,7 @@ from torch.optim import SGD, Adam, Optimizer, RMSprop
 from sliceout import Tail, convert_
 from sliceout.cli import UserError
 from sliceout.cli.work import set_precision
+from sliceout.conversion.options import NO_EFFECT
 
 from .. import data, models
 from ..experiment import Job
@@ -131,8 +132,9 @@ def _convert(model: nn.Module, config: dict[str, Any], feed: Any, seed: int) -> 
     if scheme == "none":
         return
     x = feed.inputs_like()[0][:2].cpu().contiguous()
-    settings: dict[str, Any] = {"scheme": scheme, "seed": seed, "example_inputs": x, "align": config["align"]}
-    settings["payoff"] = False  # an experiment is the same one on every machine
+    settings: dict[str, Any] = {"scheme": scheme, "example_inputs": x, "align": config["align"]}
+    ours = {"seed": seed, "payoff": False}  # an experiment is the same one on every machine
+    settings |= {k: v for k, v in ours.items() if k not in NO_EFFECT[scheme]}
     settings |= {k: config[k] for k in ("sampling", "norm", "stages", "attention") if config[k] is not None}
     if config["exclusions"]:
         settings["paper_exclusions"] = True

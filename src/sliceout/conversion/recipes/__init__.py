@@ -1,4 +1,4 @@
-"""What is special about a family of models, one file each. The trace finds the groups; the recipes know their ways.
+"""What is special about a kind of model, one file each. The trace finds the groups; recipes label and choose them.
 
 ``mlp``        labels; nothing else is special
 ``residual``   blocks between two points of a residual stream; the paper's exclusions
@@ -10,17 +10,20 @@ from __future__ import annotations
 
 from torch import nn
 
-from ...slices import Slice
-from ..groups import RIVAL, Group
+from ..groups import Group
+from ..reasons import CONFLICT, Skip
 from ..trace import Trace
 from . import attention as _attention
 from . import mbconv, residual
+from .attention import adapt, objection
+
+__all__ = ["adapt", "arrange", "choose", "objection"]
 
 
 def arrange(
     model: nn.Module, groups: list[Group], trace: Trace, *, attention: str, stages: int | None, paper_exclusions: bool
 ) -> None:
-    """Name the family of each group and apply its options; a group that is left out gets the reason."""
+    """Label each group with its kind and apply the options of that kind; a group that is left out gets the reason."""
     mbconv.arrange(model, groups, stages)
     residual.arrange(groups, paper_exclusions)
     _attention.arrange(model, groups, trace, attention)
@@ -31,22 +34,9 @@ def choose(groups: list[Group]) -> None:
     taken: dict[tuple[str, str, int], Group] = {}
     wanted = [g for g in groups if g.reason is None]
     for group in sorted(wanted, key=lambda g: -g.size):
-        rival = next((taken[key] for key in _wants(group) if key in taken), None)
-        if rival is not None:
-            group.reason = f"{RIVAL} ({rival.size} units of {rival.name})"
+        dims = [(m.module, m.role, m.offset) for m in group.members]
+        other = next((taken[dim] for dim in dims if dim in taken), None)
+        if other is not None:
+            group.reason = Skip.CONFLICT(f"{CONFLICT} ({other.size} units of {other.name})")
         else:
-            taken.update(dict.fromkeys(_wants(group), group))
-
-
-def _wants(group: Group) -> list[tuple[str, str, int]]:
-    return [(m.module, m.role, m.offset) for m in group.members]
-
-
-def adapt(model: nn.Module, groups: list[Group], made: dict[Group, Slice]) -> list[nn.Module]:
-    """Change what must change around the sliced layers; returns the modules touched."""
-    return _attention.adapt(model, groups, made)
-
-
-def refuses(group: Group, width: int, before: Trace, after: Trace) -> str | None:
-    """What a recipe has against a group that was tried, judging by the traces of the full and the sliced model."""
-    return _attention.refuses(group, width, before, after)
+            taken.update(dict.fromkeys(dims, group))

@@ -16,7 +16,8 @@ from ...nn.attention_numbers import WidthPower, follow_width_
 from ...nn.base import Sliced
 from ...nn.rotary_values import slice_rotary_values_
 from ...slices import Slice
-from ..groups import RIVAL, Group, Member
+from ..groups import Group, Member
+from ..reasons import CONFLICT, Reason, Skip
 from ..trace import Trace
 
 INSIDE = ("head_dim", "head_size", "attention_head_size", "dim_head", "d_kv", "key_value_proj_dim", "attn_head_dim",
@@ -43,20 +44,22 @@ def arrange(model: nn.Module, groups: list[Group], trace: Trace, attention: str)
             group.kind = "attention"
         if group.kind != "attention":
             continue
-        if isinstance(modules.get(group.members[0].module), nn.MultiheadAttention):
-            group.reason = "attention='off'" if attention == "off" else group.reason
-            continue
+        multihead = isinstance(modules.get(group.members[0].module), nn.MultiheadAttention)
         mode = "heads" if group.batched and not group.contracted else "dims"
         if attention == "off":
-            group.reason = "attention='off'"
+            group.reason = Skip.ATTENTION_OFF("attention='off'")
+        elif multihead:
+            continue
         elif mode != attention:
-            group.reason = f"{RIVAL}: attention={attention!r}"
-        elif group.contracted and group.reason is not None and _MIXED in group.reason:
-            group.reason = "queries and keys are rotated in pairs of dims (rotary embedding): left whole"
+            group.reason = Skip.CONFLICT(f"{CONFLICT}: attention={attention!r}")
+        elif group.contracted and group.reason is not None and group.reason.code is Skip.CONCATENATED:
+            why = "queries and keys are rotated in pairs of dims (rotary embedding): left whole"
+            group.reason = Skip.ROTARY(why)
         elif group.contracted and group.reason is None:
             missing = [n for n in group.contracted if not _temperatures(trace, n, group.size)]
             if missing:
-                group.reason = f"no softmax temperature found in {missing[0]} that could follow the slice"
+                why = f"no softmax temperature found in {missing[0]} that could follow the slice"
+                group.reason = Skip.TEMPERATURE(why)
 
 
 def _multihead(model: nn.Module, trace: Trace, attention: str) -> list[Group]:
@@ -67,9 +70,9 @@ def _multihead(model: nn.Module, trace: Trace, attention: str) -> list[Group]:
             continue
         reason = None
         if module.bias_k is not None or module.add_zero_attn:
-            reason = "add_bias_kv and add_zero_attn have no sliced form"
+            reason = Skip.NO_SLICED_FORM("add_bias_kv and add_zero_attn have no sliced form")
         elif type(module) is not nn.MultiheadAttention:
-            reason = f"{type(module).__name__} is a class of its own"
+            reason = Skip.NO_SLICED_FORM(f"{type(module).__name__} is a class of its own")
         heads, dims = module.num_heads, module.head_dim
         if attention == "heads":
             members = [Member(name, "heads", 1, dims)]
@@ -81,9 +84,6 @@ def _multihead(model: nn.Module, trace: Trace, attention: str) -> list[Group]:
     return found
 
 
-_MIXED = "concatenated with other units"
-
-
 def _temperatures(trace: Trace, module: str, size: int) -> list[float]:
     """Exponents of the head size among the numbers that a module multiplies or divides by."""
     return [
@@ -92,11 +92,11 @@ def _temperatures(trace: Trace, module: str, size: int) -> list[float]:
     ]  # fmt: skip
 
 
-def refuses(group: Group, width: int, before: Trace, after: Trace) -> str | None:
+def objection(group: Group, width: int, before: Trace, after: Trace) -> Reason | None:
     """Queries and keys: the temperature must have become that of the sliced width."""
     for name in group.contracted:
         if _temperatures(before, name, group.size) != _temperatures(after, name, width):
-            return f"the softmax temperature of {name} does not follow the slice"
+            return Skip.TEMPERATURE(f"the softmax temperature of {name} does not follow the slice")
     return None
 
 

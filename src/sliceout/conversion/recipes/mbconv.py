@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..groups import Group
+from ..reasons import Skip
 
 
 def arrange(model: nn.Module, groups: list[Group], stages: int | None) -> None:
@@ -16,8 +17,6 @@ def arrange(model: nn.Module, groups: list[Group], stages: int | None) -> None:
     however the model numbers its blocks.
     """
     modules = dict(model.named_modules())
-    if stages is not None and stages < 1:
-        raise ValueError(f"stages={stages}: expected at least 1, or None for all")
     free = [g for g in groups if g.kind in ("conv", "mbconv") and g.reason is None and not g.reads_input]
     if not any(g.kind == "mbconv" for g in free):
         return
@@ -26,13 +25,14 @@ def arrange(model: nn.Module, groups: list[Group], stages: int | None) -> None:
         group.kind = "mbconv"
     for group in groups:
         if group.kind in ("conv", "mbconv") and group not in expanded:
-            group.reason = group.reason or "outside the expanded channels of the inverted bottlenecks"
+            outside = Skip.NOT_EXPANDED("outside the expanded channels of the inverted bottlenecks")
+            group.reason = group.reason or outside
     if stages is None:
         return
     first = set(_first(expanded, modules, stages))
     for group in groups:
         if group not in first:
-            group.reason = group.reason or f"not in the first {stages} stages"
+            group.reason = group.reason or Skip.STAGES(f"not in the first {stages} stages")
 
 
 def _expands(group: Group, modules: dict[str, nn.Module]) -> bool:

@@ -1,8 +1,9 @@
-"""Residual blocks (Wide ResNet, ResNet, and their kin): the channels between two points of the residual stream."""
+"""Residual blocks (Wide ResNet, ResNet and the like): the channels between two points of the residual stream."""
 
 from __future__ import annotations
 
-from ..groups import RESIDUAL, Group
+from ..groups import Group
+from ..reasons import Skip
 
 
 def arrange(groups: list[Group], paper_exclusions: bool) -> None:
@@ -10,7 +11,7 @@ def arrange(groups: list[Group], paper_exclusions: bool) -> None:
 
     The paper turns SliceOut off in the first residual block of the network and in the last block of each stage.
     """
-    streams = [g for g in groups if g.reason == RESIDUAL]
+    streams = [g for g in groups if g.reason is not None and g.reason.code is Skip.RESIDUAL]
     written = {name for g in streams for name in g.names("out")}
     outside = [g for g in groups if g.kind == "conv"]
     inside: list[Group] = []
@@ -27,7 +28,7 @@ def arrange(groups: list[Group], paper_exclusions: bool) -> None:
     stem = _chain_from_input([*inside, *outside])
     for group in (*inside, *outside):
         if group.reads_input or (place[group] < first and (group in outside or group in stem)):
-            group.reason = group.reason or "in front of the residual blocks: the stem stays whole"
+            group.reason = group.reason or Skip.STEM("in front of the residual blocks: the stem stays whole")
     if paper_exclusions:
         _exclude(sorted(inside, key=place.__getitem__))
 
@@ -49,10 +50,9 @@ def _exclude(inside: list[Group]) -> None:
     blocks = list(dict.fromkeys(_block(g) for g in inside))
     last = {b.rpartition(".")[0]: b for b in blocks}
     for group in inside:
-        if _block(group) == blocks[0]:
-            group.reason = group.reason or "first residual block (paper_exclusions)"
-        elif _block(group) in last.values():
-            group.reason = group.reason or "last residual block of its stage (paper_exclusions)"
+        which = "first residual block" if _block(group) == blocks[0] else "last residual block of its stage"
+        if _block(group) in (blocks[0], *last.values()):
+            group.reason = group.reason or Skip.PAPER_EXCLUSIONS(f"{which} (paper_exclusions)")
 
 
 def _block(group: Group) -> str:

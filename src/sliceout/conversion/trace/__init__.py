@@ -6,17 +6,17 @@ how the atoms of its inputs and outputs correspond:
 
 - pointwise ops, norms and products identify atoms (rows of one weight with columns of the next);
 - ``view`` and ``chunk`` split an atom: 3 x heads x dims in a fused qkv weight, channels x pixels behind a flatten;
-- ``cat``, ``softmax``, indexing and anything unknown *block* an atom, with a reason that a person can read.
+- ``cat``, ``softmax``, indexing and anything unknown *block* an atom, with a :class:`~..reasons.Reason`.
 
 What remains unblocked is a set of units that can be sliced together. Whether the model's Python code copes with the
 smaller tensors is not decided here: ``convert_`` tries it on the same meta copy.
 """
 
 from . import products, shapes, units  # noqa: F401  # they register their rules
-from .atoms import INPUT, Atom, Dim, block, expand, identify
-from .run import Guesses, Where, meta_copy
-from .tracer import Trace, Use, trace
+from .atoms import Atom, Dim, block, expand, identify
+from .run import CurrentModule, meta_copy
+from .tracer import RuleError, Trace, Use, trace
 
 __all__ = [
-    "INPUT", "Atom", "Dim", "Guesses", "Trace", "Use", "Where", "block", "expand", "identify", "meta_copy", "trace",
+    "Atom", "CurrentModule", "Dim", "RuleError", "Trace", "Use", "block", "expand", "identify", "meta_copy", "trace",
 ]  # fmt: skip

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-INPUT = "an input of the model"
+from ..reasons import Reason, Skip
 
 Dim = list["Atom"]
 """A dimension: the product of its atoms, slowest first. A dimension of size 1 has none."""
+
+POSITION = Skip.POSITION("a position, not a unit")
 
 
 class Atom:
     """A run of units that is sliced as a whole or not at all; a union-find node that can also be split."""
 
-    def __init__(self, size: int, blocked: str | None = None) -> None:
+    def __init__(self, size: int, blocked: Reason | None = None) -> None:
         self.size = size
         self.blocked = blocked
         self.contracted: list[str] = []
@@ -38,6 +40,11 @@ class Atom:
             part.contracted, part.batched, part.produced = list(self.contracted), list(self.batched), self.produced
 
 
+def new_dim(n: int, blocked: Reason | None = None) -> Dim:
+    """A dimension of ``n`` units that no other tensor has."""
+    return [Atom(n, blocked)] if n > 1 else []
+
+
 def expand(dim: Dim) -> Dim:
     """The atoms of a dimension as they are now: roots, with split ones replaced by their parts."""
     out: Dim = []
@@ -47,7 +54,8 @@ def expand(dim: Dim) -> Dim:
     return out
 
 
-def block(dims: Iterable[Dim], reason: str) -> None:
+def block(dims: Iterable[Dim], reason: Reason) -> None:
+    """Leave these units whole; the first reason counts."""
     for dim in dims:
         for atom in expand(dim):
             atom.blocked = atom.blocked or reason
@@ -61,19 +69,18 @@ def identify(a: Dim, b: Dim) -> None:
     """Say that two dimensions hold the same units in the same order."""
     a, b = expand(a), expand(b)
     if size(a) != size(b):
-        return block([a, b], "tensors of different sizes meet here")
+        return block([a, b], Skip.UNEXPECTED_SHAPE("tensors of different sizes meet here"))
     while a and b:
         x, y = a[-1], b[-1]
         if x is y or x.size == y.size:
             _merge(x, y)
             a, b = a[:-1], b[:-1]
-            a, b = expand(a), expand(b)
         elif max(x.size, y.size) % min(x.size, y.size):
-            return block([a, b], "a reshape mixes these units with another dimension")
+            return block([a, b], Skip.RESHAPED("a reshape mixes these units with another dimension"))
         else:
             big = x if x.size > y.size else y
             big.split(big.size // min(x.size, y.size))
-            a, b = expand(a), expand(b)
+        a, b = expand(a), expand(b)
 
 
 def _merge(x: Atom, y: Atom) -> None:
@@ -85,18 +92,18 @@ def _merge(x: Atom, y: Atom) -> None:
         x.produced |= y.produced
 
 
-def head_of(dim: Dim, n: int) -> tuple[Dim | None, Dim]:
-    """Split a dimension into its slowest ``n`` and the rest."""
-    head: Dim = []
+def split_front(dim: Dim, n: int) -> tuple[Dim | None, Dim]:
+    """Split a dimension into its slowest ``n`` units and the rest; ``None`` if ``n`` cuts through an atom."""
+    front: Dim = []
     rest = expand(dim)
-    while size(head) < n:
-        need, atom = n // size(head), rest[0]
+    while size(front) < n:
+        need, atom = n // size(front), rest[0]
         if need % atom.size == 0:
-            head.append(atom)
+            front.append(atom)
             rest = rest[1:]
         elif atom.size % need == 0:
             atom.split(need)
             rest = expand(rest)
         else:
             return None, rest
-    return head, rest
+    return front, rest

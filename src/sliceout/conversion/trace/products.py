@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .atoms import Atom, Dim, block, expand, head_of, identify, size
+from ..reasons import Skip
+from .atoms import POSITION, Dim, block, expand, identify, new_dim, size, split_front
 from .tracer import Tracer, rule
 from .units import broadcast
 
@@ -17,95 +18,79 @@ def _contract(t: Tracer, x: Tensor, y: Tensor, xd: Dim, yd: Dim) -> None:
     t.trace.direct.update(t.names[id(p)] for p in (x, y) if id(p) in t.names)
     if id(x) not in t.parameters and id(y) not in t.parameters:
         for atom in expand(xd):
-            atom.contracted.append(t.where.here)
+            atom.contracted.append(t.here)
 
 
-@rule("mm")
-def mm(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
-    x, y = a["self"], a["mat2"]
-    _contract(t, x, y, t.of(x)[1], t.of(y)[0])
-    t.set(outputs[0], [t.of(x)[0], t.of(y)[1]])
-
-
-@rule("addmm")
-def addmm(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
-    x, y, bias = a["mat1"], a["mat2"], a["self"]
-    _contract(t, x, y, t.of(x)[1], t.of(y)[0])
-    t.set(outputs[0], [t.of(x)[0], t.of(y)[1]])
-    broadcast(t, [outputs[0], bias], outputs[0])
+@rule("mm", "addmm")
+def matrix_product(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    x, y = a.get("mat1", a["self"]), a["mat2"]
+    _contract(t, x, y, t.dims(x)[1], t.dims(y)[0])
+    t.set_dims(outputs[0], [t.dims(x)[0], t.dims(y)[1]])
+    if "mat1" in a:
+        broadcast(t, [outputs[0], a["self"]], outputs[0])
 
 
 @rule("linear")
 def linear(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
     x, w, bias = a["input"], a["weight"], a["bias"]
-    _contract(t, x, w, t.of(x)[-1], t.of(w)[1])
-    t.set(outputs[0], [*t.of(x)[:-1], t.of(w)[0]])
+    _contract(t, x, w, t.dims(x)[-1], t.dims(w)[1])
+    t.set_dims(outputs[0], [*t.dims(x)[:-1], t.dims(w)[0]])
     if bias is not None:
-        identify(t.of(bias)[0], t.of(w)[0])
+        identify(t.dims(bias)[0], t.dims(w)[0])
 
 
-@rule("bmm")
-def bmm(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
-    x, y = a["self"], a["mat2"]
-    _batched(t, x, y, outputs[0])
-
-
-@rule("baddbmm")
-def baddbmm(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
-    _batched(t, a["batch1"], a["batch2"], outputs[0])
-    broadcast(t, [outputs[0], a["self"]], outputs[0])
+@rule("bmm", "baddbmm")
+def batched_product(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    x, y = a.get("batch1", a["self"]), a["batch2" if "batch2" in a else "mat2"]
+    xd, yd = t.dims(x), t.dims(y)
+    identify(xd[0], yd[0])
+    _mark_batched(t, xd[:1])
+    _contract(t, x, y, xd[2], yd[1])
+    t.set_dims(outputs[0], [xd[0], xd[1], yd[2]])
+    if "batch1" in a:
+        broadcast(t, [outputs[0], a["self"]], outputs[0])
 
 
 def _mark_batched(t: Tracer, dims: list[Dim]) -> None:
     for dim in dims:
         for atom in expand(dim):
-            atom.batched.append(t.where.here)
-
-
-def _batched(t: Tracer, x: Tensor, y: Tensor, out: Tensor) -> None:
-    xd, yd = t.of(x), t.of(y)
-    identify(xd[0], yd[0])
-    _mark_batched(t, xd[:1])
-    _contract(t, x, y, xd[2], yd[1])
-    t.set(out, [xd[0], xd[1], yd[2]])
+            atom.batched.append(t.here)
 
 
 @rule("convolution", "_convolution", "convolution_overrideable")
 def convolution(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
     x, w, bias = a["input"], a["weight"], a["bias"]
     y, groups = outputs[0], a["groups"]
-    xd, wd = t.of(x), t.of(w)
+    xd, wd = t.dims(x), t.dims(w)
     if a["transposed"]:
-        block([xd[1], *wd], t.at("a transposed convolution has no sliced form yet"))
-        t.new(y, t.at("comes out of a transposed convolution"))
+        block([xd[1], *wd], t.because(Skip.NO_SLICED_FORM, "a transposed convolution has no sliced form yet"))
+        t.make_dims(y, t.because(Skip.NO_SLICED_FORM, "comes out of a transposed convolution"))
         return
     if id(w) in t.names:
         t.trace.direct.add(t.names[id(w)])
-    spatial: list[Dim] = [[Atom(n, "a position, not a unit")] if n > 1 else [] for n in y.shape[2:]]
     if groups == 1:
         identify(xd[1], wd[1])
         channels = wd[0]
     else:
-        x_group, x_rest = head_of(xd[1], groups)
-        w_group, channels = head_of(wd[0], groups)
+        x_group, x_rest = split_front(xd[1], groups)
+        w_group, channels = split_front(wd[0], groups)
         if x_group is None or w_group is None:
-            block([xd[1], *wd], t.at(f"groups={groups} cut through a reshape"))
-            t.new(y)
+            block([xd[1], *wd], t.because(Skip.CHANNEL_GROUPS, f"groups={groups} cut through a reshape"))
             return
         identify(x_group, w_group)
         identify(x_rest, wd[1])
         channels = [*w_group, *channels]
     if bias is not None:
-        identify(t.of(bias)[0], wd[0])
-    t.set(y, [xd[0], channels, *spatial])
+        identify(t.dims(bias)[0], wd[0])
+    t.set_dims(y, [xd[0], channels, *(new_dim(n, POSITION) for n in y.shape[2:])])
 
 
 def _group_heads(t: Tracer, q: Dim, kv: Dim) -> None:
     """Grouped queries: each head of keys and values serves a run of query heads."""
     n = size(expand(kv))
-    head, _ = head_of(q, n) if size(expand(q)) % n == 0 else (None, [])
+    head, _ = split_front(q, n) if size(expand(q)) % n == 0 else (None, [])
     if head is None:
-        block([q, kv], t.at("query heads do not divide among key heads"))
+        block([q, kv], t.because(Skip.RESHAPED, "query heads do not divide among key heads"))
     else:
         identify(head, kv)
 
@@ -114,7 +99,7 @@ def _group_heads(t: Tracer, q: Dim, kv: Dim) -> None:
       "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_attention_math",
       "_scaled_dot_product_cudnn_attention")  # fmt: skip
 def attention(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
-    q, k, v = (t.of(a[n]) for n in ("query", "key", "value"))
+    q, k, v = (t.dims(a[n]) for n in ("query", "key", "value"))
     for other in (k, v):
         for d in range(len(q) - 2):
             if size(expand(q[d])) == size(expand(other[d])):
@@ -123,10 +108,10 @@ def attention(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[
                 _group_heads(t, q[d], other[d])
     _mark_batched(t, q[:-2])
     scale = a.get("scale")
-    t.trace.scalars.setdefault(t.where.here, set()).add(a["query"].shape[-1] ** -0.5 if scale is None else scale)
+    t.trace.scalars.setdefault(t.here, set()).add(a["query"].shape[-1] ** -0.5 if scale is None else scale)
     _contract(t, a["query"], a["key"], q[-1], k[-1])
     identify(k[-2], v[-2])
-    block([q[-2], k[-2]], "a position, not a unit")
-    t.set(outputs[0], [*q[:-1], v[-1]])
+    block([q[-2], k[-2]], POSITION)
+    t.set_dims(outputs[0], [*q[:-1], v[-1]])
     for y in outputs[1:]:
-        t.new(y, "attention statistics")
+        t.make_dims(y, Skip.MIXED("attention statistics"))

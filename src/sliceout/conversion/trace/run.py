@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +18,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
     """``model`` with its parameters and buffers on the meta device; no data is copied, and nothing is shared."""
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for tensor in _held(vars(module)):
+        for tensor in _tensors_held(vars(module)):
             if id(tensor) not in memo:
                 empty = torch.empty_like(tensor, device="meta")
                 is_parameter = isinstance(tensor, nn.Parameter)
@@ -24,41 +26,42 @@ def meta_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _held(values: dict[str, Any]) -> Iterator[Tensor]:
+def _tensors_held(values: dict[str, Any]) -> Iterator[Tensor]:
     """The tensors among some attributes, also those in lists and dicts."""
     for value in values.values():
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, dict):
-            yield from _held(value)
+            yield from _tensors_held(value)
         elif isinstance(value, (list, tuple)):
             yield from (t for t in value if isinstance(t, Tensor))
 
 
-class Where:
-    """The path of modules that is being executed, as a context."""
+class CurrentModule:
+    """A context that knows which module of ``model`` is being executed, and calls back when one returns."""
 
     def __init__(self, model: nn.Module) -> None:
         self.names = {m: name for name, m in model.named_modules()}
         self.stack: list[str] = []
-        self.failed: str | None = None
-        self.on_call: list[Callable[[str, nn.Module, Any, Any], None]] = []
+        self.last: str | None = None
+        """The module that was running last: the one in which an error was raised."""
+        self.on_return: list[Callable[[str, nn.Module, Any, Any], None]] = []
 
     @property
-    def here(self) -> str:
+    def name(self) -> str:
         return self.stack[-1] if self.stack else ""
 
-    def __enter__(self) -> Where:
+    def __enter__(self) -> CurrentModule:
         def enter(module: nn.Module, args: Any) -> None:
             if module in self.names:
                 self.stack.append(self.names[module])
-                self.failed = self.names[module]
+                self.last = self.names[module]
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if module in self.names and self.stack:
                 name = self.stack.pop()
-                self.failed = self.here
-                for call in self.on_call:
+                self.last = self.name
+                for call in self.on_return:
                     call(name, module, args, output)
 
         self._handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
@@ -69,13 +72,26 @@ class Where:
             handle.remove()
 
 
-class Guesses(TorchDispatchMode):
-    """Answers a question about data that the meta device does not have: yes, or 0.
+class MetaScalars(TorchDispatchMode):
+    """Lets code read numbers from meta tensors, which have none: true for a boolean, else 0.
 
-    Code asks such questions to choose a path, mostly whether a mask is all ones. Both traces take the same path.
+    Code reads them to choose a path, mostly to ask whether a mask is all ones. Both traces take the same path.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
             return args[0].dtype == torch.bool or 0
         return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def fixed_randomness() -> Iterator[None]:
+    """Code that draws random numbers (to skip layers, say) takes the same path in every trace; states are restored."""
+    state = random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        random.seed(0)
+        torch.default_generator.manual_seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(state)

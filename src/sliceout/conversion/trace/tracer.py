@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +14,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from ...ops import without_views
-from .atoms import INPUT, Atom, Dim, block, expand, size
-from .run import Guesses, Where
+from ..reasons import Reason, Skip
+from .atoms import Dim, block, expand, new_dim, size
+from .run import CurrentModule, MetaScalars, fixed_randomness
+
+
+class RuleError(RuntimeError):
+    """One of our trace rules failed: a bug of this library, not of the model that is traced."""
 
 
 @dataclass
@@ -47,6 +50,8 @@ class Trace:
     """Weights that a convolution or product was given as they are, not something computed from them."""
     inputs: dict[str, list[Dim]] = field(default_factory=dict)
     """The dimensions of the first input of every module."""
+    shapes: dict[str, set[tuple[tuple[int, ...], tuple[int, ...]]]] = field(default_factory=dict)
+    """Of the first input and the output of every call of a module; ``()`` for what is not a tensor."""
     scalars: dict[str, set[float]] = field(default_factory=dict)
     """Numbers that tensors were multiplied or divided by, by module: the softmax temperature is among them."""
     takes: dict[tuple[str, int, int], Dim] = field(default_factory=dict)
@@ -56,89 +61,104 @@ class Trace:
 class Tracer(TorchDispatchMode):
     """Follows the atoms through every ATen op of a forward pass."""
 
-    def __init__(self, model: nn.Module, where: Where) -> None:
+    def __init__(self, model: nn.Module, current: CurrentModule) -> None:
         super().__init__()
         self.trace = Trace()
-        self.where = where
-        self.dims: dict[int, list[Dim]] = {}
-        self.alive: list[Tensor] = []  # ids stay unique only while the tensors live
+        self.current = current
         self.names: dict[int, str] = {}
         self.offsets: dict[int, int] = {}  # of parts of parameters
         self.parameters: set[int] = set()  # ids of parameters and of what was computed from them alone
-        self.behind: dict[int, int] = {}  # the weights (as bits) that a tensor was computed with
+        self.weights_behind: dict[int, int] = {}  # the weights (as bits) that a tensor was computed with
+        self._dims: dict[int, list[Dim]] = {}
+        self._alive: list[Tensor] = []  # ids stay unique only while the tensors live
         for name, module in model.named_modules(remove_duplicate=False):
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is None or id(tensor) in self.dims:
+                if tensor is None or self.is_known(tensor):
                     continue
-                dims = self.new(tensor)
-                self.trace.uses.append(Use(f"{name}.{key}" if name else key, name, key, dims))
+                use = Use(f"{name}.{key}" if name else key, name, key, self.make_dims(tensor))
+                self.trace.uses.append(use)
                 self.parameters.add(id(tensor))
-                self.names[id(tensor)] = self.trace.uses[-1].name
+                self.names[id(tensor)] = use.name
                 if tensor.dim() > 1:
-                    self.behind[id(tensor)] = 1 << len(self.behind)
+                    self.weights_behind[id(tensor)] = 1 << len(self.weights_behind)
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------------
 
-    def new(self, t: Tensor, reason: str | None = None) -> list[Dim]:
-        """Fresh atoms for a tensor of unknown origin."""
-        return self.set(t, [[Atom(n, reason)] if n > 1 else [] for n in t.shape])
+    @property
+    def here(self) -> str:
+        """The name of the module that is being executed."""
+        return self.current.name
 
-    def set(self, t: Tensor, dims: list[Dim]) -> list[Dim]:
+    def because(self, code: Skip, text: str) -> Reason:
+        """A reason that names the place."""
+        return Reason(code, f"{text} in {self.here}" if self.here else text)
+
+    def is_known(self, t: Tensor) -> bool:
+        return id(t) in self._dims
+
+    def dims(self, t: Tensor) -> list[Dim]:
+        return self._dims[id(t)] if self.is_known(t) else self.make_dims(t)
+
+    def make_dims(self, t: Tensor, reason: Reason | None = None) -> list[Dim]:
+        """Atoms of its own for a tensor of unknown origin."""
+        return self.set_dims(t, [new_dim(n, reason) for n in t.shape])
+
+    def set_dims(self, t: Tensor, dims: list[Dim]) -> list[Dim]:
         for i, (dim, n) in enumerate(zip(dims, t.shape, strict=True)):
             if size(expand(dim)) != n:  # a rule that does not fit: better to refuse than to be wrong
-                block([dim], f"unexpected shape in {self.where.here or 'the model'}")
-                dims[i] = [Atom(n, "unexpected shape")] if n > 1 else []
-        self.dims[id(t)] = dims
-        self.alive.append(t)
+                block([dim], Skip.UNEXPECTED_SHAPE(f"unexpected shape in {self.here or 'the model'}"))
+                dims[i] = new_dim(n, Skip.UNEXPECTED_SHAPE("unexpected shape"))
+        self._dims[id(t)] = dims
+        self._alive.append(t)
         return dims
 
-    def of(self, t: Tensor) -> list[Dim]:
-        return self.dims[id(t)] if id(t) in self.dims else self.new(t)
-
-    def still(self, x: Tensor, y: Tensor) -> None:
-        """``y`` is the parameter ``x`` seen from another side."""
+    def same_parameter(self, x: Tensor, y: Tensor) -> None:
+        """``y`` is the parameter ``x``, transposed or cut."""
         if id(x) in self.names:
             self.names[id(y)] = self.names[id(x)]
-
-    def at(self, what: str) -> str:
-        return f"{what} in {self.where.here}" if self.where.here else what
 
     # -- dispatch ------------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return func(*args)
-        out = func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))  # an error in here is the model's, one below is ours
+        try:
+            self._follow(func, args, kwargs or {}, out)
+        except Exception as error:
+            raise RuleError(f"tracing {func} in {self.here or 'the model'} failed: please report it") from error
+        return out
+
+    def _follow(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         name = func._schema.name.split("::")[1]
-        rule = _RULES.get(name) or _RULES.get(name.rstrip("_"))
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         if inputs and all(id(x) in self.parameters for x in inputs):
             self.parameters.update(id(y) for y in outputs)
-        flops = _flops(func, args, kwargs or {}, out)
+        flops = _flops(func, args, kwargs, out)
         if flops:
-            self.trace.flops[self.where.here] = self.trace.flops.get(self.where.here, 0) + flops
+            self.trace.flops[self.here] = self.trace.flops.get(self.here, 0) + flops
         if name.rstrip("_") in ("mul", "div", "baddbmm", "addmm"):
-            numbers = [v for v in (*args[1:], *(kwargs or {}).values()) if isinstance(v, (int, float))]
+            numbers = [v for v in (*args[1:], *kwargs.values()) if isinstance(v, (int, float))]
             numbers += [t.item() for t in inputs if t.dim() == 0 and t.device.type == "cpu" and type(t) is Tensor]
-            self.trace.scalars.setdefault(self.where.here, set()).update(map(float, numbers))
+            self.trace.scalars.setdefault(self.here, set()).update(map(float, numbers))
+        rule = _RULES.get(name) or _RULES.get(name.rstrip("_"))
         if rule is not None:
-            bound = _bind(func, args, kwargs or {})
-            rule(self, bound, inputs, outputs)
+            rule(self, _bind(func, args, kwargs), inputs, outputs)
         elif not inputs:
-            for y in outputs:  # a constant
-                self.new(y, None if name in _UNIFORM else self.at("meets a constant that numbers its entries"))
+            numbered = self.because(Skip.POSITION, "meets a constant that numbers its entries")
+            for y in outputs:
+                self.make_dims(y, None if name in _UNIFORM else numbered)
         elif torch.Tag.pointwise in func.tags or torch.Tag.pointwise in _functional_tags(func):
             _RULES["pointwise"](self, {}, inputs, outputs)
         else:
             unknown(self, name, inputs, outputs)
         behind = 0
         for x in inputs:
-            behind |= self.behind.get(id(x), 0)
+            behind |= self.weights_behind.get(id(x), 0)
         for y in outputs:  # after the rule: y may be x itself, changed in place
-            self.behind[id(y)] = behind
-            self.alive.append(y)
-        return out
+            self.weights_behind[id(y)] = behind
+            self._alive.append(y)
 
 
 _UNIFORM = ("empty", "zeros", "ones", "full", "rand", "randn", "randint", "scalar_tensor", "empty_strided")
@@ -183,61 +203,48 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 def unknown(t: Tracer, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
     for x in inputs:
-        block(t.of(x), t.at(f"{name} is not known to keep units apart"))
+        block(t.dims(x), t.because(Skip.UNKNOWN_OP, f"{name} is not known to keep units apart"))
     for y in outputs:
-        if id(y) not in t.dims:
-            t.new(y, t.at(f"comes out of {name}"))
+        if not t.is_known(y):
+            t.make_dims(y, t.because(Skip.UNKNOWN_OP, f"comes out of {name}"))
 
 
 # -- one forward pass --------------------------------------------------------------------------------------------------
 
 
-def trace(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], where: Where | None = None) -> Trace:
+def trace(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], current: CurrentModule) -> Trace:
     """Follow one training forward of a :func:`meta_copy` on meta inputs."""
-    with where or Where(shadow) as where, torch.no_grad(), without_views(), _same_luck(), warnings.catch_warnings():
+    with current, torch.no_grad(), without_views(), fixed_randomness(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        tracer = Tracer(shadow, where)
+        tracer = Tracer(shadow, current)
+        found = tracer.trace
 
-        def called(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-            tracer.trace.calls[name] = tracer.trace.calls.get(name, 0) + 1
+        def returned(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+            found.calls[name] = found.calls.get(name, 0) + 1
+            read, written = (tuple(getattr(t, "shape", ())) for t in (inputs[0] if inputs else None, output))
+            found.shapes.setdefault(name, set()).add((read, written))
             if inputs and isinstance(inputs[0], Tensor):
-                tracer.trace.inputs[name] = tracer.of(inputs[0])
-            if isinstance(module, nn.modules.dropout._DropoutNd) and inputs and isinstance(inputs[0], Tensor):
-                tracer.trace.dropouts[name] = tracer.trace.dropouts.get(name, []) + tracer.of(inputs[0])
+                found.inputs[name] = tracer.dims(inputs[0])
+                if isinstance(module, nn.modules.dropout._DropoutNd):
+                    found.dropouts[name] = found.dropouts.get(name, []) + tracer.dims(inputs[0])
             if not any(True for _ in module.children()):
-                numel = sum(t.numel() for t in _tensors_in(output))
-                tracer.trace.outputs[name] = tracer.trace.outputs.get(name, 0) + numel
+                found.outputs[name] = found.outputs.get(name, 0) + sum(t.numel() for t in _tensors_in(output))
 
-        where.on_call.append(called)
+        current.on_return.append(returned)
         for t in tree_leaves((args, kwargs)):
             if isinstance(t, Tensor):
-                tracer.new(t, INPUT)
-        with Guesses(), tracer:
+                tracer.make_dims(t, Skip.INPUT("an input of the model"))
+        with MetaScalars(), tracer:
             output = shadow(*args, **kwargs)
     for t in _tensors_in(output):
-        block(tracer.of(t), "an output of the model")
-    return tracer.trace
+        block(tracer.dims(t), Skip.OUTPUT("an output of the model"))
+    return found
 
 
 def _tensors_in(output: Any) -> list[Tensor]:
     """All tensors in what a module returns, be it HF's ordered dict or an object of somebody's own."""
     if isinstance(output, Tensor):
         return [output]
-    if isinstance(output, dict):
-        return [t for value in output.values() for t in _tensors_in(value)]
-    if isinstance(output, (list, tuple)):
-        return [t for value in output for t in _tensors_in(value)]
+    if isinstance(output, (dict, list, tuple)):
+        return [t for value in (output.values() if isinstance(output, dict) else output) for t in _tensors_in(value)]
     return [t for t in tree_leaves(list(getattr(output, "__dict__", {}).values())) if isinstance(t, Tensor)]
-
-
-@contextlib.contextmanager
-def _same_luck() -> Iterator[None]:
-    """Code that throws dice (skipping whole layers, say) takes the same path every time, and uses up no randomness."""
-    state = random.getstate()
-    with torch.random.fork_rng(devices=[]):
-        random.seed(0)
-        torch.default_generator.manual_seed(0)
-        try:
-            yield
-        finally:
-            random.setstate(state)

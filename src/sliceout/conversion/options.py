@@ -1,0 +1,89 @@
+"""What ``convert_`` is asked for: checks before anything is touched, and how rates and filters are read."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..nn.base import Sliced
+from ..schemes.dropout import DROPS
+from ..slices import Slice, width_of
+from .baselines import SCHEMES
+
+Rate = float | Mapping[str, float] | Callable[[str], float | None] | None
+Filter = str | Iterable[str] | Callable[[nn.Module, str], bool] | None
+
+NO_EFFECT: dict[str, tuple[str, ...]] = {
+    "sliceout": (),
+    "controlled": ("sampling", "grads"),
+    "patch": ("sampling", "fold", "grads", "attention", "stages", "paper_exclusions", "payoff"),
+    **dict.fromkeys(DROPS, ("sampling", "norm", "fold", "grads", "seed")),
+}
+"""By scheme, the options that change nothing. Dropout has an ``align``: it drops where SliceOut would slice, and that
+depends on the widths."""
+_WAY_OUT = {
+    "grads": "compact gradients go with scheme='sliceout'",
+    "seed": "its masks come from torch's random state, call torch.manual_seed",
+    **{
+        name: f"{name} is about units, choose blocks with filter="
+        for name in ("attention", "stages", "paper_exclusions")
+    },
+}
+_WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "OptimizedModule"}
+
+
+def check_model(model: nn.Module) -> None:
+    if type(model).__name__ == "OptimizedModule":  # by name: its class would import the compiler
+        raise ValueError("this model is compiled: convert the original module first, then compile it")
+    for name, m in model.named_modules():
+        wrapper = next((c.__name__ for c in type(m).__mro__ if c.__name__ in _WRAPPERS), None)
+        if wrapper is not None:
+            raise ValueError(f"{name or 'the model'} is wrapped in {wrapper}: convert_ first, wrap it afterwards")
+        if isinstance(m, Sliced):
+            raise ValueError(f"{name or 'the model'} is sliced already: call sliceout.revert_(model) first")
+        if isinstance(m, torch.jit.ScriptModule):
+            raise ValueError(f"{name or 'the model'} is a TorchScript module, whose classes cannot be changed")
+
+
+def check_options(scheme: str, rate: Rate, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Refuse unknown values, and options that have no effect with this scheme; their default values do no harm."""
+    if scheme not in SCHEMES:
+        raise ValueError(f"scheme={scheme!r}: expected one of {', '.join(map(repr, SCHEMES))}")
+    if given["attention"] not in ("dims", "heads", "off"):
+        raise ValueError(f"attention={given['attention']!r}: expected 'dims', 'heads' or 'off'")
+    if given["stages"] is not None and given["stages"] < 1:
+        raise ValueError(f"stages={given['stages']}: expected at least 1, or None for all")
+    Slice(8, 0.5, **{name: given[name] for name in ("sampling", "norm", "fold", "grads", "seed")})  # knows the names
+    for value in [rate] if isinstance(rate, (int, float)) else rate.values() if isinstance(rate, Mapping) else []:
+        width_of(1 << 20, value, None)
+    for name in NO_EFFECT[scheme]:
+        if given[name] != defaults[name]:
+            raise ValueError(
+                f"{name}={given[name]!r} has no effect with scheme={scheme!r}: {_WAY_OUT.get(name, 'leave it out')}"
+            )
+
+
+def rate_of(rate: Rate, name: str, layers: Iterable[str], dropouts: Iterable[float]) -> float | None:
+    """The rate of the group ``name`` with these layers and rates of dropout; ``None`` if it has none."""
+    if rate is None:
+        return max(dropouts, default=None) or None
+    if callable(rate):
+        return rate(name)
+    if isinstance(rate, Mapping):
+        names = set(layers)
+        return next((r for pattern, r in rate.items() if fnmatch.filter(names, pattern)), None)
+    return rate
+
+
+def matches(filter: Filter, layers: Mapping[str, nn.Module]) -> bool:
+    """Whether all these layers, by name, match."""
+    if filter is None:
+        return True
+    if callable(filter):
+        return all(filter(module, name) for name, module in layers.items())
+    patterns = [filter] if isinstance(filter, str) else list(filter)
+    return all(any(fnmatch.fnmatch(name, p) for p in patterns) for name in layers)
