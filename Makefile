@@ -16,16 +16,17 @@ help:  ## list the targets
 demo: $(DEMO)  ## set up, then train three networks side by side (two minutes on two cores)
 	$(BIN)/sliceout-lab demo
 
-test: lint  ## set up, then check style and types and run all tests
+test: lint  ## set up, then check style, types and imports, and run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-lint: $(ALL)  ## check style and types
+lint: $(ALL)  ## check style, types and who imports whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 clean:  ## remove the environment and all caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist
 	find src lab tests benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What the demo needs: torch, the library with its command line, the lab. torch comes first and by its exact version:

@@ -198,7 +198,7 @@ def test_layers_with_a_forward_of_their_own(float64):
 
 
 def test_one_slice_off_gives_dense_gradients(float64):
-    """The stand-in is that of the layer with all its slices; anything else is right, and dense."""
+    """The leaf is that of the layer with all its slices; anything else is right, and dense."""
     model, eager = pair()
     for net in (model, eager):
         net[0].axes["out"].slice.on = False
@@ -307,7 +307,7 @@ def test_a_layer_that_is_gone_takes_its_gradient_along(float64):
     assert leaf.grad is None
 
 
-def test_another_slice_of_the_same_width_gets_another_stand_in(float64):
+def test_another_slice_of_the_same_width_gets_another_leaf(float64):
     first, second = sliceout.Slice(8, grads="compact"), sliceout.Slice(8, grads="compact", seed=1)
     layer = sliceout.nn.Linear(4, 8, out_slice=first)
     _, leaf, _ = layer._gradient_leaves["weight"]

@@ -42,7 +42,7 @@ class Slice:
         fold: where the normalisation is multiplied into the small weight: the columns of the ``"consumer"`` (the
             paper's delayed normalisation) or the rows of the ``"producer"`` (immediate).
         seed: draws depend on ``(seed, stream, step)`` only, never on the global random state.
-        grads: ``"compact"`` gives slice-sized weight gradients and slice-only optimizer updates (``sliceout.optim``).
+        grads: ``"compact"`` gives slice-sized weight gradients and slice-only optimizer updates (``sliceout.compact``).
 
     Example:
         >>> hidden = Slice(10, rate=0.4, sampling="window")

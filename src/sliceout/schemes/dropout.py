@@ -4,9 +4,9 @@
 ``none``        nothing is dropped; the model's own dropouts inside the groups rest
 ``standard``    single activations, where the layers that read a group read it (torch's ``dropout``)
 ``spatial``     whole channels, for each sample (SpatialDropout: torch's ``dropout1d`` to ``dropout3d``)
-``dropblock``   squares of the feature map (``sliceout.dropblock``)
-``controlled``  a random subset of units, gathered into small tensors: slices of another kind (``sliceout.subset``)
-``patch``       a window of the feature map through the residual branch (``sliceout.patch``)
+``dropblock``   squares of the feature map (``schemes.dropblock``)
+``controlled``  a random subset of units, gathered into small tensors: slices of another kind (``schemes.subset``)
+``patch``       a window of the feature map through the residual branch (``schemes.patch``)
 ==============  ======================================================================================================
 
 The first four are made here. The layers that read a group are given a subclass that drops from its input and then does

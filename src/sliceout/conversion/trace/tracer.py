@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from ...ops import without_views
 from ..reasons import Reason, Skip
@@ -166,6 +165,8 @@ _UNIFORM = ("empty", "zeros", "ones", "full", "rand", "randn", "randint", "scala
 
 
 def _flops(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> int:
+    from torch.utils.flop_counter import flop_registry, sdpa_flop_count  # imports triton
+
     formula = flop_registry.get(func._overloadpacket)
     if formula is not None:
         return int(formula(*args, **kwargs, out_val=out))
