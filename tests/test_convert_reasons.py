@@ -162,7 +162,7 @@ def test_a_bug_in_slicing_a_layer_is_not_taken_for_one_of_the_model(monkeypatch)
     def bug(*args, **kwargs) -> None:
         raise KeyError("ours")
 
-    monkeypatch.setattr(convert, "slice_", bug)
+    monkeypatch.setattr(convert, "give_slices_", bug)
     with pytest.raises(KeyError, match="ours"):
         sliceout.convert_(mlp(), 0.5)
 

@@ -105,7 +105,7 @@ def test_the_tail_trains_the_full_network(tmp_path: Path, monkeypatch: pytest.Mo
     original = loop.make_step
 
     def watched(mode: str, model: Any, *rest: Any) -> Any:
-        made.append([s.on for s in loop.draws.slices(model)])
+        made.append([s.on for s in loop.drawing.slices(model)])
         return original(mode, model, *rest)
 
     monkeypatch.setattr(loop, "make_step", watched)

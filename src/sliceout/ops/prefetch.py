@@ -53,6 +53,8 @@ def take(full: Tensor, t: Take, dtype: torch.dtype | None) -> Tensor | None:
     rows, cols, scale_rows, scale_cols = t
     where = tables.where(full.device)
     owner = (cols if rows is None else rows).slice.owner  # type: ignore[union-attr]
+    if owner is None:  # a slice that no layer has is drawn by nobody: its starts may be set by hand
+        return None
     plan: Plan | None = owner.caches.get("prefetch")
     if where[1] and not tables.possible(full.device):
         if plan is not None:
