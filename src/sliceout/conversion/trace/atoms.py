@@ -45,6 +45,10 @@ def new_dim(n: int, blocked: Reason | None = None) -> Dim:
     return [Atom(n, blocked)] if n > 1 else []
 
 
+def new_dims(shape: Iterable[int], blocked: Reason | None = None) -> list[Dim]:
+    return [new_dim(n, blocked) for n in shape]
+
+
 def expand(dim: Dim) -> Dim:
     """The atoms of a dimension as they are now: roots, with split ones replaced by their parts."""
     out: Dim = []
