@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable
@@ -126,18 +127,15 @@ def convert_(
             return Subset(group.size, rates[group], **settings)
         return Slice(group.size, rates[group], sampling=sampling, grads=grads, **settings)
 
-    def apply(shadow: nn.Module, chosen: list[Group]) -> None:
-        _slice_groups(shadow, chosen, make)
-
-    plan, tried = run.working_groups(groups, apply, lambda g: make(g).width)
+    apply = functools.partial(_slice_groups, make=make)
+    plan, tried = run.working_groups(groups, apply)
     if isinstance(rate, (int, float)) and _skip_negligible(plan, Cost.of(run.trace), Cost.of(tried)):
-        plan, tried = run.working_groups(groups, apply, lambda g: make(g).width)
+        plan, tried = run.working_groups(groups, apply)
 
-    made: dict[Group, Slice] = {}
-    if plan and scheme in DROPS:
+    if scheme in DROPS:
         made, tried = drop_(model, plan, rates, scheme, run.trace), run.trace
-    elif plan:
-        made = _slice_groups(model, plan, make)
+    else:
+        made = apply(model, plan)
     if not made:
         raise ValueError(_nothing_to_slice(model, groups))
     rows = [Row(g, made.get(g)) for g in groups]
@@ -228,7 +226,6 @@ def _slice_groups(model: nn.Module, groups: list[Group], make: Callable[[Group],
         for m in group.members:
             sections.setdefault(m.module, {}).setdefault(m.role, {})[m.offset] = made[group].axis(m.blocks, m.inner)
             dims[m.module] = m.dim
-    for group in groups:
         for name in group.dropouts:
             sections.setdefault(name, {})["unit"] = {0: made[group].axis()}
     done: list[nn.Module] = []

@@ -69,7 +69,7 @@ def find_groups(model: nn.Module, trace: Trace) -> list[Group]:
     uses = [
         _Use(use, dim, _role(modules[use.module], use, i, trace))
         for use in trace.uses
-        if use.module in trace.calls
+        if use.module in trace.shapes
         for i, dim in enumerate(use.dims)
     ]
     _block_layers(model, modules, uses)

@@ -95,8 +95,8 @@ def attention(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[
     q, k, v = (t.dims(a[n]) for n in ("query", "key", "value"))
     for other in (k, v):
         for d in range(len(q) - 2):
-            n = size(expand(other[d]))  # grouped queries: each head of keys and values serves a run of query heads
-            heads, _ = split_front(q[d], n) if size(expand(q[d])) % n == 0 else (None, [])
+            n = size(other[d])  # grouped queries: each head of keys and values serves a run of query heads
+            heads, _ = split_front(q[d], n) if size(q[d]) % n == 0 else (None, [])
             if heads is None:
                 block([q[d], other[d]], t.because(Skip.RESHAPED, "query heads do not divide among key heads"))
             else:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..reasons import Skip
-from .atoms import Atom, Dim, block, expand, identify, new_dim, new_dims, size, split_front
+from .atoms import Atom, Dim, block, identify, new_dim, new_dims, size, split_front
 from .tracer import Tracer, rule, unknown
 
 
@@ -68,12 +68,12 @@ def expand_rule(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: lis
 
 def _cat_parts(t: Tracer, parts: list[Tensor], y: Tensor, at: int) -> list[Dim] | None:
     """Parts of a fused parameter put together again: equal sections of one product, if their sizes allow."""
-    unit = min((t.dims(x)[at] for x in parts), key=lambda d: size(expand(d)))
-    if any(size(expand(t.dims(x)[at])) % size(expand(unit)) for x in parts):
+    unit = min((t.dims(x)[at] for x in parts), key=lambda d: size(d))
+    if any(size(t.dims(x)[at]) % size(unit) for x in parts):
         return None
     for x in parts:
         section = t.dims(x)[at]
-        head, rest = split_front(section, size(expand(section)) // size(expand(unit)))
+        head, rest = split_front(section, size(section) // size(unit))
         if head is None:
             return None
         identify(rest, unit)
@@ -81,7 +81,7 @@ def _cat_parts(t: Tracer, parts: list[Tensor], y: Tensor, at: int) -> list[Dim] 
             if i != at:
                 identify(t.dims(x)[i], t.dims(parts[0])[i])
     dims = list(t.dims(parts[0]))
-    dims[at] = [Atom(y.shape[at] // size(expand(unit))), *unit]
+    dims[at] = [Atom(y.shape[at] // size(unit)), *unit]
     return dims
 
 

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from ...ops import without_views
 from ..reasons import Reason, Skip
-from .atoms import Dim, block, expand, new_dim, new_dims, size
+from .atoms import Dim, block, new_dim, new_dims, size
 from .run import CurrentModule, MetaScalars, fixed_randomness
 
 
@@ -41,7 +41,6 @@ class Trace:
     adds: list[tuple[Dim, Dim, bool]] = field(default_factory=list)
     """Dimensions of two branches that are added, and whether one branch was computed from the other."""
     dropouts: dict[str, list[Dim]] = field(default_factory=dict)
-    calls: dict[str, int] = field(default_factory=dict)
     flops: dict[str, int] = field(default_factory=dict)
     """By module, as torch's own counter has them."""
     outputs: dict[str, int] = field(default_factory=dict)
@@ -105,7 +104,7 @@ class Tracer(TorchDispatchMode):
 
     def set_dims(self, t: Tensor, dims: list[Dim]) -> list[Dim]:
         for i, (dim, n) in enumerate(zip(dims, t.shape, strict=True)):
-            if size(expand(dim)) != n:  # a rule that does not fit: better to refuse than to be wrong
+            if size(dim) != n:  # a rule that does not fit: better to refuse than to be wrong
                 block([dim], Skip.UNEXPECTED_SHAPE(f"unexpected shape in {self.here or 'the model'}"))
                 dims[i] = new_dim(n, Skip.UNEXPECTED_SHAPE("unexpected shape"))
         self._dims[id(t)] = dims
@@ -218,7 +217,6 @@ def trace(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], curr
         found = tracer.trace
 
         def returned(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-            found.calls[name] = found.calls.get(name, 0) + 1
             read, written = (tuple(getattr(t, "shape", ())) for t in (inputs[0] if inputs else None, output))
             found.shapes.setdefault(name, set()).add((read, written))
             if inputs and isinstance(inputs[0], Tensor):
@@ -228,7 +226,7 @@ def trace(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], curr
             if not any(True for _ in module.children()):
                 found.outputs[name] = found.outputs.get(name, 0) + sum(t.numel() for t in _tensors_in(output))
 
-        current.on_return.append(returned)
+        current.on_return = returned
         for t in tree_leaves((args, kwargs)):
             if isinstance(t, Tensor):
                 tracer.make_dims(t, Skip.INPUT("an input of the model"))
