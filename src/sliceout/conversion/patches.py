@@ -16,7 +16,7 @@ from .dry_run import DryRun, Failure
 from .groups import Group, Member
 from .options import Filter, Rate, matches, rate_of
 from .reasons import FILTERED, FROZEN, Reason, Skip
-from .report import Cost, Report, Row
+from .report import Report, Row
 from .residual_blocks import looks_residual, recognise
 from .trace import Trace
 
@@ -86,14 +86,14 @@ def patch_blocks_(
     for row in rows:
         row.slice = made[row.name][0] if row.name in made else None
     sides = Slices([s for pair in made.values() for s in pair])
-    return Report(type(model).__name__, rows, Cost.of(run.trace), Cost.of(tried), sides, scheme="patch")
+    return Report(type(model).__name__, rows, run.trace.cost, tried.cost, sides, scheme="patch")
 
 
-def _map_sizes(trace: Trace, block: str) -> list[tuple[int, ...]] | None:
+def _map_sizes(trace: Trace, block: str) -> tuple[Any, Any] | None:
     """Height and width of what the branch of a block reads and writes; ``None`` if it sees several sizes, or none."""
     reads = {read[-2:] for read, _ in trace.shapes.get(_layer(block, "conv1"), ())}
     writes = {written[-2:] for _, written in trace.shapes.get(block, ())}
-    return [*reads, *writes] if len(reads) == len(writes) == 1 and () not in reads | writes else None
+    return (reads.pop(), writes.pop()) if len(reads) == len(writes) == 1 and () not in reads | writes else None
 
 
 def _layer(block: str, name: str) -> str:
@@ -113,7 +113,7 @@ def _rate_of_block(name: str, block: nn.Module, rate: Rate) -> float | None:
 
 
 def _window(
-    block: Any, form: Form | None, sizes: list[tuple[int, ...]] | None, settings: dict[str, Any]
+    block: Any, form: Form | None, sizes: tuple[Any, Any] | None, settings: dict[str, Any]
 ) -> tuple[Form, Windows] | Reason:
     """How a block is cut, or why it gets no window."""
     if not any(p.requires_grad for p in block.parameters()):

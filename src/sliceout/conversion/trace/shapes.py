@@ -66,40 +66,34 @@ def expand_rule(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: lis
     return dims
 
 
-def _cat_parts(t: Tracer, parts: list[Tensor], y: Tensor, at: int) -> list[Dim] | None:
+def _fused(sections: list[Dim], n: int) -> Dim | None:
     """Parts of a fused parameter put together again: equal sections of one product, if their sizes allow."""
-    unit = min((t.dims(x)[at] for x in parts), key=lambda d: size(d))
-    if any(size(t.dims(x)[at]) % size(unit) for x in parts):
+    unit = min(sections, key=size)
+    if any(size(section) % size(unit) for section in sections):
         return None
-    for x in parts:
-        section = t.dims(x)[at]
+    for section in sections:
         head, rest = split_front(section, size(section) // size(unit))
         if head is None:
             return None
         identify(rest, unit)
-        for i in range(y.dim()):
-            if i != at:
-                identify(t.dims(x)[i], t.dims(parts[0])[i])
-    dims = list(t.dims(parts[0]))
-    dims[at] = [Atom(y.shape[at] // size(unit)), *unit]
-    return dims
+    return [Atom(n // size(unit)), *unit]
 
 
 @rule("cat", "concat")
 def cat(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     y, at = outputs[0], a["dim"] % outputs[0].dim()
     parts = [x for x in inputs if x.dim() == y.dim()]
-    fused = _cat_parts(t, parts, y, at) if all(id(x) in t.parameters for x in parts) else None
-    if fused is not None:
-        return fused
-    dims = list(t.dims(parts[0]))
-    concatenated = t.because(Skip.CONCATENATED, "concatenated with other units")
+    dims, sections = list(t.dims(parts[0])), [t.dims(x)[at] for x in parts]
     for x in parts:
-        block([t.dims(x)[at]], concatenated)
         for i in range(y.dim()):
             if i != at:
                 identify(dims[i], t.dims(x)[i])
-    dims[at] = new_dim(y.shape[at], concatenated)
+    together = _fused(sections, y.shape[at]) if all(id(x) in t.parameters for x in parts) else None
+    if together is None:
+        concatenated = t.because(Skip.CONCATENATED, "concatenated with other units")
+        block(sections, concatenated)
+        together = new_dim(y.shape[at], concatenated)
+    dims[at] = together
     return dims
 
 

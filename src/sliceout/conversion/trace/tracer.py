@@ -34,6 +34,22 @@ class Use:
 
 
 @dataclass
+class Cost:
+    """What one forward pass of one batch takes: FLOPs (by torch's own counter) and numbers written, by layer."""
+
+    flops: dict[str, int] = field(default_factory=dict)
+    activations: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total_flops(self) -> int:
+        return sum(self.flops.values())
+
+    @property
+    def total_activations(self) -> int:
+        return sum(self.activations.values())
+
+
+@dataclass
 class Trace:
     """What one forward pass tells: the uses of all parameters, the adds between branches, the dropouts on the way."""
 
@@ -41,10 +57,7 @@ class Trace:
     adds: list[tuple[Dim, Dim, bool]] = field(default_factory=list)
     """Dimensions of two branches that are added, and whether one branch was computed from the other."""
     dropouts: dict[str, list[Dim]] = field(default_factory=dict)
-    flops: dict[str, int] = field(default_factory=dict)
-    """By module, as torch's own counter has them."""
-    outputs: dict[str, int] = field(default_factory=dict)
-    """How many numbers the modules without children write."""
+    cost: Cost = field(default_factory=Cost)
     direct: set[str] = field(default_factory=set)
     """Weights that a convolution or product was given as they are, not something computed from them."""
     inputs: dict[str, list[Dim]] = field(default_factory=dict)
@@ -135,7 +148,7 @@ class Tracer(TorchDispatchMode):
             self.parameters.update(id(y) for y in outputs)
         flops = _flops(func, args, kwargs, out)
         if flops:
-            self.trace.flops[self.here] = self.trace.flops.get(self.here, 0) + flops
+            self.trace.cost.flops[self.here] = self.trace.cost.flops.get(self.here, 0) + flops
         if functional in ("mul", "div", "baddbmm", "addmm"):
             numbers = [v for v in (*args[1:], *kwargs.values()) if isinstance(v, (int, float))]
             numbers += [t.item() for t in inputs if t.dim() == 0 and t.device.type == "cpu" and type(t) is Tensor]
@@ -146,8 +159,8 @@ class Tracer(TorchDispatchMode):
         rule = _RULES.get(name) or _RULES.get(functional) or (_RULES["pointwise"] if inputs and pointwise else None)
         if rule is not None:
             dims = rule(self, _bind(func, args, kwargs), inputs, outputs) if outputs else None
-            for y in outputs if dims is not None else ():
-                if y.shape == outputs[0].shape:
+            for y in outputs:
+                if dims is not None and y.shape == outputs[0].shape:
                     self.set_dims(y, list(dims))
         elif inputs:
             unknown(self, name, inputs, outputs)
@@ -224,7 +237,8 @@ def trace(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], curr
                 if isinstance(module, nn.modules.dropout._DropoutNd):
                     found.dropouts[name] = found.dropouts.get(name, []) + tracer.dims(inputs[0])
             if not any(True for _ in module.children()):
-                found.outputs[name] = found.outputs.get(name, 0) + sum(t.numel() for t in _tensors_in(output))
+                written_here = sum(t.numel() for t in _tensors_in(output))
+                found.cost.activations[name] = found.cost.activations.get(name, 0) + written_here
 
         current.on_return = returned
         for t in tree_leaves((args, kwargs)):
