@@ -13,7 +13,7 @@ from ..schemes.dropout import DROPS, Drop, dropping_class
 from ..slices import Slice
 from .groups import CONVS, Group
 from .reasons import Skip
-from .trace import Trace, expand
+from .trace import Trace, size
 
 SCHEMES = ("sliceout", "controlled", "patch", *DROPS)
 
@@ -66,7 +66,7 @@ def readers(group: Group, trace: Trace) -> list[str]:
 
 def _positions(trace: Trace, name: str) -> int:
     """Pixels or tokens in what a layer reads, for one sample."""
-    sizes = [math.prod(a.size for a in expand(dim)) for dim in trace.inputs.get(name, [])]
+    sizes = [size(dim) for dim in trace.inputs.get(name, [])]
     use = next((u for u in trace.uses if u.module == name and u.key == "weight"), None)
     maps = use is not None and len(use.dims) > 2
     return math.prod(sizes[2:] if maps else sizes[1:-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable
@@ -23,7 +24,8 @@ from .options import Filter, Rate, check_model, check_options, matches, rate_of
 from .patches import patch_blocks_
 from .profitability import default_align, device_and_dtype, not_profitable
 from .reasons import FILTERED, FROZEN, Reason, Skip
-from .report import Cost, Report, Row, pattern, savings
+from .report import Report, Row, pattern, savings
+from .trace import Cost
 
 log = logging.getLogger(__name__)
 
@@ -108,12 +110,12 @@ def convert_(
     aligns = {g: default_align(g.size, device, dtype) if align is None else align for g in groups}
     rates: dict[Group, float] = {}
     for group in groups:
-        group.reason = group.reason or _excluded(group, modules, filter)
-        if group.reason is None:
-            rates[group], group.reason = _rate_of_group(group, rate, modules, aligns[group])
-        if group.reason is None and payoff:
-            width, _ = width_of(group.size, rates[group], aligns[group])
-            group.reason = not_profitable(group, width, modules, device, dtype)
+        found = group.reason or _rate_or_reason(group, rate, filter, modules, aligns[group])
+        if isinstance(found, Reason):
+            group.reason = found
+        else:
+            rates[group], width = found
+            group.reason = not_profitable(group, width, modules, device, dtype) if payoff else None
     skip_partners(groups)
     recipes.choose(groups)
     skip_partners(groups)
@@ -126,22 +128,19 @@ def convert_(
             return Subset(group.size, rates[group], **settings)
         return Slice(group.size, rates[group], sampling=sampling, grads=grads, **settings)
 
-    def apply(shadow: nn.Module, chosen: list[Group]) -> None:
-        _slice_groups(shadow, chosen, make)
+    apply = functools.partial(_slice_groups, make=make)
+    plan, tried = run.working_groups(groups, apply)
+    if isinstance(rate, (int, float)) and _skip_negligible(plan, run.trace.cost, tried.cost):
+        plan, tried = run.working_groups(groups, apply)
 
-    plan, tried = run.working_groups(groups, apply, lambda g: make(g).width)
-    if isinstance(rate, (int, float)) and _skip_negligible(plan, Cost.of(run.trace), Cost.of(tried)):
-        plan, tried = run.working_groups(groups, apply, lambda g: make(g).width)
-
-    made: dict[Group, Slice] = {}
-    if plan and scheme in DROPS:
+    if scheme in DROPS:
         made, tried = drop_(model, plan, rates, scheme, run.trace), run.trace
-    elif plan:
-        made = _slice_groups(model, plan, make)
+    else:
+        made = apply(model, plan)
     if not made:
         raise ValueError(_nothing_to_slice(model, groups))
     rows = [Row(g, made.get(g)) for g in groups]
-    return Report(type(model).__name__, rows, Cost.of(run.trace), Cost.of(tried), Slices(made.values()), scheme)
+    return Report(type(model).__name__, rows, run.trace.cost, tried.cost, Slices(made.values()), scheme)
 
 
 _DEFAULTS = {name: p.default for name, p in inspect.signature(convert_).parameters.items()}
@@ -160,28 +159,27 @@ def revert_(model: nn.Module) -> nn.Module:
 # -- which groups, and how much of them --------------------------------------------------------------------------------
 
 
-def _excluded(group: Group, modules: dict[str, nn.Module], filter: Filter) -> Reason | None:
+def _rate_or_reason(
+    group: Group, rate: Rate, filter: Filter, modules: dict[str, Any], align: int
+) -> tuple[float, int] | Reason:
+    """The group's rate and how many units are kept at it, or the reason why it is left alone."""
     if not matches(filter, {m.module: modules[m.module] for m in group.members if m.role != "unit"}):
         return FILTERED
-    trained = any(p.requires_grad for m in group.members for p in modules[m.module].parameters(recurse=False))
-    return None if trained else FROZEN
-
-
-def _rate_of_group(group: Group, rate: Rate, modules: dict[str, Any], align: int) -> tuple[float, Reason | None]:
-    """The group's rate, or the reason why it is left alone."""
+    if not any(p.requires_grad for m in group.members for p in modules[m.module].parameters(recurse=False)):
+        return FROZEN
     value = rate_of(rate, group.name, (m.module for m in group.members), (modules[d].p for d in group.dropouts))
     if value is None:
         why = "no nn.Dropout lies inside it, and no rate was given" if rate is None else "no rate was given for it"
-        return 0.0, Skip.NO_RATE(why)
+        return Skip.NO_RATE(why)
     try:
         width, _ = width_of(group.size, value, align)
     except ValueError as error:
-        return 0.0, Skip.RATE(str(error))
+        return Skip.RATE(str(error))
     if width == group.size:
-        return value, Skip.RATE(f"at rate {value} all {group.size} units are kept")
+        return Skip.RATE(f"at rate {value} all {group.size} units are kept")
     if width == 1:  # would broadcast against anything: the dry run could not tell a right from a wrong use
-        return value, Skip.RATE(f"rate {value} keeps a single one of {group.size} units: choose a lower rate for it")
-    return value, None
+        return Skip.RATE(f"rate {value} keeps a single one of {group.size} units: choose a lower rate for it")
+    return value, width
 
 
 def _skip_negligible(plan: list[Group], before: Cost, after: Cost) -> bool:
@@ -228,7 +226,6 @@ def _slice_groups(model: nn.Module, groups: list[Group], make: Callable[[Group],
         for m in group.members:
             sections.setdefault(m.module, {}).setdefault(m.role, {})[m.offset] = made[group].axis(m.blocks, m.inner)
             dims[m.module] = m.dim
-    for group in groups:
         for name in group.dropouts:
             sections.setdefault(name, {})["unit"] = {0: made[group].axis()}
     done: list[nn.Module] = []

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ..slices import Slice
 from . import inputs, recipes
 from .groups import Group, misaligned, skip_partners
 from .reasons import Skip
@@ -18,8 +19,7 @@ from .trace import CurrentModule, RuleError, Trace, identify, meta_copy, trace
 
 log = logging.getLogger(__name__)
 
-Apply = Callable[[nn.Module, list[Group]], Any]
-Width = Callable[[Group], int]
+Apply = Callable[[nn.Module, list[Group]], dict[Group, Slice]]
 _RETRIES = 8
 
 
@@ -41,12 +41,11 @@ class DryRun:
             for device in ("meta", "cpu"):
                 self.device, self.call = device, inputs.to_device(call, device)
                 tried = f"{_shapes(call)} on {device}"
-                found = self._run()
+                found = self.run()
                 if isinstance(found, Trace):
                     self.trace = found
-                    log.info(
-                        "traced %s with %s%s", type(model).__name__, tried, " (guessed)" * (example_inputs is None)
-                    )
+                    guessed = " (guessed)" if example_inputs is None else ""
+                    log.info("traced %s with %s%s", type(model).__name__, tried, guessed)
                     return
                 errors.append(f"{tried}: {found.message}")
         raise ValueError(
@@ -59,8 +58,8 @@ class DryRun:
         copied = meta_copy(self.model) if self.device == "meta" else copy.deepcopy(self.model).cpu()
         return copied.train()
 
-    def _run(self, apply: Callable[[nn.Module], Any] = lambda shadow: None) -> Trace | Failure:
-        """Trace a copy. To copy and to run it is the modules' own code, which may raise anything; the rest is ours."""
+    def run(self, apply: Callable[[nn.Module], Any] = lambda shadow: None) -> Trace | Failure:
+        """Trace a copy after ``apply``. To copy and to run it is the modules' own code, which may raise anything."""
         try:
             shadow = self.shadow()
         except Exception as error:
@@ -72,76 +71,65 @@ class DryRun:
         except RuleError:
             raise
         except Exception as error:
-            return self._failure(current.last or "", error)
+            return self._failure(current.name, error)
 
     def _failure(self, module: str, error: Exception) -> Failure:
         log.debug("%s on %s failed in %r", _shapes(self.call), self.device, module, exc_info=error)
         return Failure(module, _first_line(error))
 
-    def try_sliced(self, groups: list[Group], apply: Apply) -> Trace | Failure:
-        """Trace a copy in which ``groups`` are sliced."""
-        tried = self._run(lambda shadow: apply(shadow, groups))
-        if isinstance(tried, Trace):
-            for one, other, _ in tried.adds:
-                identify(one, other)
-        return tried
-
-    def working_groups(self, groups: list[Group], apply: Apply, width: Width) -> tuple[list[Group], Trace]:
+    def working_groups(self, groups: list[Group], apply: Apply) -> tuple[list[Group], Trace]:
         """The groups with which the model's own code computes what it should, and the trace that shows it.
 
         The others get the reason why not. Where a module fails that holds several groups, all of them are dropped and
         then tried again one kind at a time: usually only one of them is to blame.
         """
-        chosen = [g for g in groups if g.reason is None]
-        chosen, tried, suspects = self._drop_failing(chosen, apply, width)
-        for same_kind in suspects[:_RETRIES]:
+        chosen, tried = [g for g in groups if g.reason is None], self.trace
+        suspects: dict[Any, list[Group]] = {}
+        done = False
+        while chosen and not done:
+            tried = self._try_sliced(chosen, apply, suspects)
+            left = [g for g in chosen if g.reason is None]
+            chosen, done = left, len(left) == len(chosen)
+        for same_kind in list(suspects.values())[:_RETRIES]:
             again = list(dict.fromkeys([*same_kind, *(g.partner for g in same_kind if g.partner is not None)]))
             if all(g in chosen for g in again):
                 continue
-            reasons = [g.reason for g in again]
+            more = [*chosen, *again]
+            reasons = {g: g.reason for g in more}
             for group in again:
                 group.reason = None
-            more, second, _ = self._drop_failing([*chosen, *again], apply, width, give_up=True)
-            if len(more) == len(chosen) + len(again):
+            second = self._try_sliced(more, apply, {})
+            if all(g.reason is None for g in more):
                 chosen, tried = more, second
                 log.debug("sliced after all: %s", ", ".join(g.name for g in again))
             else:
-                for group in chosen:
-                    group.reason = None
-                for group, reason in zip(again, reasons, strict=True):
+                for group, reason in reasons.items():
                     group.reason = reason
         return chosen, tried
 
-    def _drop_failing(
-        self, chosen: list[Group], apply: Apply, width: Width, give_up: bool = False
-    ) -> tuple[list[Group], Trace, list[list[Group]]]:
-        """Drop what fails until nothing does; also the kinds of groups that fell with others. Or stop at a failure."""
-        suspects: dict[Any, list[Group]] = {}
-        tried: Trace | Failure = self.trace
-        while chosen:
-            tried = self.try_sliced(chosen, apply)
-            if isinstance(tried, Failure):
-                near = _nearest(chosen, tried.module)
-                kinds = {_kind(g) for g in near}
-                for group in chosen:
-                    if group in near or (_kind(group) in kinds and tried.module):  # the same code with the same sizes
-                        group.reason = Skip.FAILED(f"{tried.module or 'the model'} cannot take it: {tried.message}")
-                        if len(kinds) > 1:
-                            suspects.setdefault(_kind(group), []).append(group)
-            else:
-                for group in chosen:
-                    group.reason = misaligned(self.model, group, width(group), tried)
-                    group.reason = group.reason or recipes.objection(group, width(group), self.trace, tried)
-            skip_partners(chosen)
-            left = [g for g in chosen if g.reason is None]
-            for group in (g for g in chosen if g.reason is not None):
-                log.debug("dropped after a trial: %s: %s", group.name, group.reason)
-            if len(left) == len(chosen) and isinstance(tried, Trace):
-                break
-            if give_up:
-                return [], self.trace, []
-            chosen = left
-        return chosen, tried if isinstance(tried, Trace) else self.trace, list(suspects.values())
+    def _try_sliced(self, chosen: list[Group], apply: Apply, suspects: dict[Any, list[Group]]) -> Trace:
+        """Trace a copy in which these groups are sliced. What fails gets a reason, and is suspect if not alone."""
+        made: dict[Group, Slice] = {}
+        tried = self.run(lambda shadow: made.update(apply(shadow, chosen)))
+        if isinstance(tried, Failure):
+            near = _nearest(chosen, tried.module)
+            kinds = {_kind(g) for g in near}
+            for group in chosen:
+                if group in near or (_kind(group) in kinds and tried.module):  # the same code with the same sizes
+                    group.reason = Skip.FAILED(f"{tried.module or 'the model'} cannot take it: {tried.message}")
+                    if len(kinds) > 1:
+                        suspects.setdefault(_kind(group), []).append(group)
+        else:
+            for one, other, _ in tried.adds:
+                identify(one, other)
+            for group in chosen:
+                width = made[group].width
+                group.reason = misaligned(self.model, group, width, tried)
+                group.reason = group.reason or recipes.objection(group, width, self.trace, tried)
+        skip_partners(chosen)
+        for group in (g for g in chosen if g.reason is not None):
+            log.debug("dropped after a trial: %s: %s", group.name, group.reason)
+        return tried if isinstance(tried, Trace) else self.trace
 
 
 def _kind(group: Group) -> Any:

@@ -60,7 +60,7 @@ class _Use(NamedTuple):
 
     use: Use
     dim: Dim
-    role: str | None
+    role: str | Reason
 
 
 def find_groups(model: nn.Module, trace: Trace) -> list[Group]:
@@ -69,22 +69,23 @@ def find_groups(model: nn.Module, trace: Trace) -> list[Group]:
     uses = [
         _Use(use, dim, _role(modules[use.module], use, i, trace))
         for use in trace.uses
-        if use.module in trace.calls
+        if use.module in trace.shapes
         for i, dim in enumerate(use.dims)
     ]
-    _block_layers(model, modules, uses)
+    _block_layers(model, uses)
     _block_residual_streams(trace)
     found = _collect(modules, uses, trace)
     for atom, group in list(found.items()):
         fused = _split_fused(modules, group, atom, trace)
         if fused is not None:
             found[atom], found[Atom(atom.size)] = fused
-    groups = [g for g in found.values() if g.names("out") and (g.names("in") or g.contracted)]
-    known = {name for g in groups for name in g.names("out")}
-    for group in found.values():  # layers that could write units, were it not for what becomes of those
-        if group not in groups and group.reason is not None and group.reason.code is not Skip.OUTPUT:
-            groups += [group] if group.names("out") and not known & {*group.names("out"), ""} else []
-    groups.sort(key=list(found.values()).index)
+    written = [g for g in found.values() if g.names("out")]
+    known = {name for g in written if g.names("in") or g.contracted for name in g.names("out")}
+    groups = [
+        g for g in written if g.names("in") or g.contracted
+        # layers that could write units, were it not for what becomes of those
+        or (g.reason is not None and g.reason.code is not Skip.OUTPUT and not known & {*g.names("out"), ""})
+    ]  # fmt: skip
     stems = {
         u.use.module for u in uses
         if u.role == "in" and any(a.blocked and a.blocked.code is Skip.INPUT for a in expand(u.dim))
@@ -100,14 +101,19 @@ def find_groups(model: nn.Module, trace: Trace) -> list[Group]:
     return groups
 
 
-def _block_layers(model: nn.Module, modules: dict[str, nn.Module], uses: list[_Use]) -> None:
+def _block_layers(model: nn.Module, uses: list[_Use]) -> None:
     """Block the units of parameters that cannot be sliced, and mark those that some layer writes."""
-    shared = _shared_parameters(model)
+    seen: dict[int, str] = {}
+    shared: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = seen.setdefault(id(parameter), name)
+        if first != name:
+            shared[first], shared[name] = name, first
     for use, dim, role in uses:
         if use.name in shared:
             block([dim], Skip.SHARED(f"{use.name} is shared with {shared[use.name]}"))
-        elif role is None:
-            block([dim], _why_not_sliced(modules[use.module], use))
+        elif isinstance(role, Reason):
+            block([dim], role)
         elif role == "out":
             for atom in expand(dim):
                 atom.produced = True
@@ -127,7 +133,7 @@ def _collect(modules: dict[str, nn.Module], uses: list[_Use], trace: Trace) -> d
     """One group for each run of units: the layers that hold it, and what it passes through between them."""
     found: dict[Atom, Group] = {}
     for use, dim, role in uses:
-        if role is None:
+        if isinstance(role, Reason) or role == "kernel":
             continue
         module, flat = modules[use.module], expand(dim)
         for i, atom in enumerate(flat):
@@ -136,9 +142,10 @@ def _collect(modules: dict[str, nn.Module], uses: list[_Use], trace: Trace) -> d
             group.batched = list(dict.fromkeys(atom.batched))
             before, after = math.prod(a.size for a in flat[:i]), math.prod(a.size for a in flat[i + 1 :])
             if role == "out" and 1 < before * atom.size < getattr(module, "groups", 1):
-                finer = Skip.CHANNEL_GROUPS(f"{use.module} has groups of channels finer than these units")
-                group.reason = group.reason or finer
-            input_dim = _input_dim(atom, trace.inputs.get(use.module, []))
+                finer = f"{use.module} has groups of channels finer than these units"
+                group.reason = group.reason or Skip.CHANNEL_GROUPS(finer)
+            inputs = trace.inputs.get(use.module, [])  # the channel dimension, where it cannot be told
+            input_dim = next((d for d, units in enumerate(inputs) if atom in expand(units)), 1)
             for member in _members(module, use.module, role, before, atom.size, after, input_dim):
                 if member not in group.members:
                     group.members.append(member)
@@ -178,19 +185,6 @@ def skip_partners(groups: list[Group]) -> None:
             group.reason = group.partner.reason
 
 
-def _shared_parameters(model: nn.Module) -> dict[str, str]:
-    """Names of parameters that more than one module holds -> the other holder."""
-    seen: dict[int, str] = {}
-    shared: dict[str, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in seen:
-            shared[name] = seen[id(parameter)]
-            shared[seen[id(parameter)]] = name
-        else:
-            seen[id(parameter)] = name
-    return shared
-
-
 def _sliced_form(module: nn.Module) -> Any:
     """The sliced class whose roles a layer has; ``None`` if it has none or treats units one by one."""
     return sliced_class(type(module)) or mixing_base(type(module))
@@ -201,49 +195,28 @@ def _weight_dim(modules: dict[str, nn.Module], member: Member) -> int:
     return int((member.role == "in") != _sliced_form(modules[member.module]).transposed)
 
 
-def _is_quantised(tensor: Any) -> bool:
-    return tensor is not None and (type(tensor) is not nn.Parameter or not tensor.is_floating_point())
-
-
-def _role(module: nn.Module, use: Use, dim: int, trace: Trace) -> str | None:
-    """What a dimension of a parameter is to its layer; ``None`` if the layer cannot be sliced."""
-    if _is_quantised(module._parameters.get(use.key)):
-        return None
+def _role(module: nn.Module, use: Use, dim: int, trace: Trace) -> str | Reason:
+    """What a dimension of a parameter is to its layer, or why the layer cannot be sliced."""
+    kind, held = type(module).__name__, module._parameters.get(use.key)
+    if held is not None and (type(held) is not nn.Parameter or not held.is_floating_point()):
+        stored = f"{type(held).__name__} of {held.dtype}"
+        return Skip.QUANTISED(f"{use.name} is stored as {stored}, as quantised weights are")
     made = _sliced_form(module)
     if made is None or not issubclass(made, Mixing):
         has_layers = any(p is not None for child in module.children() for p in child.parameters())
-        whole = made is not None or (is_unitwise(module) and not has_layers)
-        return "unit" if whole and dim < 2 else None
-    if sliced_class(type(module)) is None and use.key == "weight" and use.name not in trace.direct:
-        return None
-    if use.key == "bias":
+        if dim < 2 and (made is not None or (is_unitwise(module) and not has_layers)):
+            return "unit"
+    elif use.key == "bias":
         return "out"
-    if use.key != "weight":
-        return None
-    if dim > 1:
-        return "kernel"
-    return ("in", "out")[dim if made.transposed else 1 - dim]
-
-
-def _why_not_sliced(module: nn.Module, use: Use) -> Reason:
-    kind, tensor = type(module).__name__, module._parameters.get(use.key)
-    if _is_quantised(tensor):
-        stored = f"{type(tensor).__name__} of {tensor.dtype}"  # type: ignore[union-attr]
-        return Skip.QUANTISED(f"{use.name} is stored as {stored}, as quantised weights are")
+    elif use.key == "weight" and (sliced_class(type(module)) is not None or use.name in trace.direct):
+        return "kernel" if dim > 1 else ("in", "out")[dim if made.transposed else 1 - dim]
     if mixing_base(type(module)) is not None:
         return Skip.NO_SLICED_FORM(f"{kind} computes its weight from {use.name}")
     return Skip.NO_SLICED_FORM(f"{use.name} belongs to {kind}, which has no sliced form")
 
 
-def _input_dim(atom: Atom, dims: list[Dim]) -> int:
-    """Where a unit lies in an input; the channel dimension if it cannot be told."""
-    return next((i for i, dim in enumerate(dims) if atom in expand(dim)), 1)
-
-
 def _members(module: Any, name: str, role: str, before: int, size: int, after: int, dim: int) -> list[Member]:
     """The members that a parameter dimension ``[before, size, after]`` stands for."""
-    if role == "kernel":
-        return []
     made = _sliced_form(module)
     if made is not None and issubclass(made, Conv) and module.groups > 1:
         if role == "in":
@@ -260,9 +233,7 @@ def _kind(modules: dict[str, nn.Module], group: Group) -> str:
     convs: list[Any] = [modules[n] for n in group.names("in") + group.names("out") if isinstance(modules[n], CONVS)]
     if any(c.groups > 1 and c.groups == c.in_channels for c in convs):
         return "mbconv"
-    if convs:
-        return "conv"
-    return "mlp"
+    return "conv" if convs else "mlp"
 
 
 def misaligned(model: nn.Module, group: Group, width: int, trace: Trace) -> Reason | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -58,12 +58,10 @@ def _transformers(model: Any) -> Iterator[Call]:
     elif main == "input_features":
         features = torch.zeros(2, getattr(config, "num_mel_bins", 80), 3000)
         yield as_call({"input_features": features, "decoder_input_ids": ids})
-    elif getattr(config, "is_encoder_decoder", False):
-        yield as_call({"input_ids": ids, "decoder_input_ids": ids, "use_cache": False})
-        yield as_call({"input_ids": ids, "decoder_input_ids": ids})
     else:
-        yield as_call({"input_ids": ids, "use_cache": False})
-        yield as_call({"input_ids": ids})
+        names = ("input_ids", "decoder_input_ids") if getattr(config, "is_encoder_decoder", False) else ("input_ids",)
+        yield as_call({**dict.fromkeys(names, ids), "use_cache": False})
+        yield as_call(dict.fromkeys(names, ids))
     dummy = getattr(model, "dummy_inputs", None)
     if dummy:
         yield as_call(dummy)
@@ -78,27 +76,27 @@ def _timm_shape(model: Any) -> tuple[int, ...] | None:
 def _from_first_layer(model: nn.Module) -> Iterator[Call]:
     """The first layer with weights takes the input: its kind says what kind of tensor that is."""
     for module in model.modules():
-        if isinstance(module, nn.Linear):
-            yield as_call(torch.zeros(2, module.in_features))
-            yield as_call(torch.zeros(2, 16, module.in_features))
-            return
-        if isinstance(module, nn.Embedding):
-            yield as_call(torch.zeros(2, 16, dtype=torch.int64))
-            return
-        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
-            c = module.num_features
-            yield as_call(torch.zeros(2, c) if isinstance(module, nn.BatchNorm1d) else torch.zeros(2, c, 32, 32))
-            return
-        if isinstance(module, nn.LayerNorm):
-            yield as_call(torch.zeros(2, 16, *module.normalized_shape))
-            return
-        if isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)):
-            width = next(p for p in module.parameters() if p.dim() == 2).shape[1]
-            yield as_call(torch.zeros(2, 16, width))
-            yield as_call((torch.zeros(2, 16, width),) * 3)
-            return
-        if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-            dims = len(module.kernel_size)
-            for n in (32, 224, 64, 128, 256, 299, 384) if dims < 3 else (32, 64):
-                yield as_call(torch.zeros(2, module.in_channels, *[n] * dims))
-            return
+        for kinds, examples in _FIRST_LAYERS:
+            if isinstance(module, kinds):
+                yield from map(as_call, examples(module))
+                return
+
+
+def _sequences(module: nn.Module) -> list[Any]:
+    sequence = torch.zeros(2, 16, next(p for p in module.parameters() if p.dim() == 2).shape[1])
+    return [sequence, (sequence,) * 3]
+
+
+_SIDES = (32, 224, 64, 128, 256, 299, 384)
+_FIRST_LAYERS: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
+    (nn.Linear, lambda m: [torch.zeros(2, m.in_features), torch.zeros(2, 16, m.in_features)]),
+    (nn.Embedding, lambda m: [torch.zeros(2, 16, dtype=torch.int64)]),
+    (nn.BatchNorm1d, lambda m: [torch.zeros(2, m.num_features)]),
+    (nn.BatchNorm2d, lambda m: [torch.zeros(2, m.num_features, 32, 32)]),
+    (nn.LayerNorm, lambda m: [torch.zeros(2, 16, *m.normalized_shape)]),
+    ((nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention), _sequences),
+    (nn.Conv1d, lambda m: (torch.zeros(2, m.in_channels, n) for n in _SIDES)),
+    (nn.Conv2d, lambda m: (torch.zeros(2, m.in_channels, n, n) for n in _SIDES)),
+    (nn.Conv3d, lambda m: (torch.zeros(2, m.in_channels, n, n, n) for n in (32, 64))),
+)
+"""What they may be given, likeliest first."""

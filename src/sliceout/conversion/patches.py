@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -15,15 +16,14 @@ from .dry_run import DryRun, Failure
 from .groups import Group, Member
 from .options import Filter, Rate, matches, rate_of
 from .reasons import FILTERED, FROZEN, Reason, Skip
-from .report import Cost, Report, Row
+from .report import Report, Row
 from .residual_blocks import looks_residual, recognise
 from .trace import Trace
 
 log = logging.getLogger(__name__)
 
-Size = tuple[int, int]
-Sizes = tuple[Size, Size]
-"""Of the maps that a block reads and writes."""
+Windows = Callable[[], tuple[Side, Side]]
+"""Makes the sides of a block's window."""
 
 
 def patch_blocks_(
@@ -44,38 +44,37 @@ def patch_blocks_(
             f"no residual block in {type(model).__name__}: looked for modules with conv1, conv2 (conv3), their norms "
             "(bn1 or norm1...) and a shortcut, such as those of Wide ResNet and ResNet"
         )
-    sizes = _map_sizes(run.trace, found)
     forms: dict[Any, Form | None] = {}
     rows: list[Row] = []
-    plan: dict[str, tuple[Form, Size, Size, float]] = {}
+    plan: dict[str, tuple[Form, Windows]] = {}
     for name, block in found.items():
-        group = _group(name, block, sizes.get(name))
-        rows.append(Row(group, None))
         code = _same_code(block)
         if code not in forms:
             forms[code] = recognise(block)
-        form, value = forms[code], _rate_of_block(name, block, rate)
-        group.reason = None if matches(filter, {name: block}) else FILTERED
-        group.reason = group.reason or _why_not(block, form, sizes.get(name), value, align)
-        if group.reason is None:
-            assert form is not None
-            assert value is not None
-            plan[name] = form, *sizes[name], value
+        sizes = _map_sizes(run.trace, name)
+        settings = {"rate": _rate_of_block(name, block, rate), "norm": norm, "align": align or 1, "seed": seed}
+        window_or_why = _window(block, forms[code], sizes, settings) if matches(filter, {name: block}) else FILTERED
+        members = [Member(_layer(name, "conv1"), "in", 1, 1)]
+        others = [_layer(name, n) for n, _ in block.named_modules() if n not in ("", "conv1")]
+        group = Group(name, sizes[1][0] if sizes else 0, members, passes=others, kind="patch")
+        rows.append(Row(group, None))
+        if isinstance(window_or_why, Reason):
+            group.reason = window_or_why
+        else:
+            plan[name] = window_or_why
 
-    def make() -> dict[str, tuple[Side, Side]]:
-        settings: dict[str, Any] = {"norm": norm, "align": align or 1, "seed": seed}
-        return {n: window(reads, writes, value, **settings) for n, (_, reads, writes, value) in plan.items()}
-
-    def apply(target: nn.Module, made: dict[str, tuple[Side, Side]]) -> None:
+    def apply(target: nn.Module) -> dict[str, tuple[Side, Side]]:
         modules = dict(target.named_modules())
+        made = {name: windows() for name, (_, windows) in plan.items()}
         for name, (row, col) in made.items():
             patch_(modules[name], plan[name][0], row, col)
+        return made
 
     while True:
         if not plan:
             reasons = "; ".join(f"{r.name}: {r.reason}" for r in rows[:4])
             raise ValueError(f"no residual block of {type(model).__name__} can be patched: {reasons}")
-        tried = run.try_sliced([], lambda shadow, _: apply(shadow, make()))
+        tried = run.run(apply)
         if not isinstance(tried, Failure):
             break
         broken = next((n for n in plan if (tried.module + ".").startswith(n + ".")), next(iter(plan)))
@@ -83,33 +82,22 @@ def patch_blocks_(
         why = Skip.FAILED(f"{tried.module} cannot take a window: {tried.message}")
         log.debug("dropped after a trial: %s: %s", broken, why)
         next(r.group for r in rows if r.name == broken).reason = why
-    made = make()
-    apply(model, made)
+    made = apply(model)
     for row in rows:
         row.slice = made[row.name][0] if row.name in made else None
     sides = Slices([s for pair in made.values() for s in pair])
-    return Report(type(model).__name__, rows, Cost.of(run.trace), Cost.of(tried), sides, scheme="patch")
+    return Report(type(model).__name__, rows, run.trace.cost, tried.cost, sides, scheme="patch")
 
 
-def _map_sizes(trace: Trace, found: Iterable[str]) -> dict[str, Sizes]:
-    """Height and width of what the branch of each block reads and writes; without those that see several sizes."""
-    sizes: dict[str, Sizes] = {}
-    for name in found:
-        reads = {read[-2:] for read, _ in trace.shapes.get(_layer(name, "conv1"), ())}
-        writes = {written[-2:] for _, written in trace.shapes.get(name, ())}
-        if len(reads) == len(writes) == 1 and () not in reads | writes:
-            sizes[name] = reads.pop(), writes.pop()  # type: ignore[assignment]
-    return sizes
+def _map_sizes(trace: Trace, block: str) -> tuple[Any, Any] | None:
+    """Height and width of what the branch of a block reads and writes; ``None`` if it sees several sizes, or none."""
+    reads = {read[-2:] for read, _ in trace.shapes.get(_layer(block, "conv1"), ())}
+    writes = {written[-2:] for _, written in trace.shapes.get(block, ())}
+    return (reads.pop(), writes.pop()) if len(reads) == len(writes) == 1 and () not in reads | writes else None
 
 
 def _layer(block: str, name: str) -> str:
     return f"{block}.{name}" if block else name
-
-
-def _group(name: str, block: nn.Module, sizes: Sizes | None) -> Group:
-    first = _layer(name, "conv1")
-    others = [_layer(name, n) for n, _ in block.named_modules() if n not in ("", "conv1")]
-    return Group(name, sizes[1][0] if sizes else 0, [Member(first, "in", 1, 1)], passes=others, kind="patch")
 
 
 def _same_code(block: nn.Module) -> Any:
@@ -124,10 +112,10 @@ def _rate_of_block(name: str, block: nn.Module, rate: Rate) -> float | None:
     return None if value is None else float(value)
 
 
-def _why_not(
-    block: Any, form: Form | None, sizes: Sizes | None, rate: float | None, align: int | None
-) -> Reason | None:
-    """Why a block gets no window; ``None`` if it can have one."""
+def _window(
+    block: Any, form: Form | None, sizes: tuple[Any, Any] | None, settings: dict[str, Any]
+) -> tuple[Form, Windows] | Reason:
+    """How a block is cut, or why it gets no window."""
     if not any(p.requires_grad for p in block.parameters()):
         return FROZEN
     if form is None:
@@ -142,15 +130,16 @@ def _why_not(
             return Skip.NOT_A_BLOCK(changes)
     if sizes is None:
         return Skip.UNEXPECTED_SHAPE("it is called with maps of several sizes, or not at all")
-    if rate is None:
+    if settings["rate"] is None:
         return Skip.NO_RATE("no rate was given for it, and no nn.Dropout inside it has one")
-    reads, writes = sizes
-    if min(writes) < 2:
-        return Skip.RATE(f"a {writes[0]}x{writes[1]} map has no smaller window")
+    height, width = sizes[1]
+    if min(height, width) < 2:
+        return Skip.RATE(f"a {height}x{width} map has no smaller window")
+    windows = functools.partial(window, *sizes, **settings)
     try:
-        row, col = window(reads, writes, rate, align=align or 1)
+        row, col = windows()
     except ValueError as error:
         return Skip.RATE(str(error))
     if not row.sliced and not col.sliced:
-        return Skip.RATE(f"at rate {rate} the whole {writes[0]}x{writes[1]} map is kept")
-    return None
+        return Skip.RATE(f"at rate {settings['rate']} the whole {height}x{width} map is kept")
+    return form, windows

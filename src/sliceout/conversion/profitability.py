@@ -71,17 +71,16 @@ def cannot_pay(
     """
     if not 0 < width < size:
         return None
-    best: tuple[float, dict[str, Any]] | None = None
+    measured: list[tuple[float, str]] = []
     for entry in _entries(torch.device(device), dtype):
         ratios = _comparable(entry["pays"], kind, size, 1 - width / size, rows)
         if not ratios or (rows is None and max(ratios) < MANY):
             return None
-        if best is None or min(ratios.values()) < best[0]:
-            best = min(ratios.values()), entry
-    if best is None or best[0] < 1:
-        return None
-    where = f"{best[1]['machine']} (measured: {best[0]:.0%} of the full layers' time; {best[1]['file']})"
-    return f"{size} units: a slice of {width} cannot pay on {where}"
+        ratio = min(ratios.values())
+        where = f"{entry['machine']} (measured: {ratio:.0%} of the full layers' time; {entry['file']})"
+        measured.append((ratio, f"{size} units: a slice of {width} cannot pay on {where}"))
+    least, told = min(measured, key=lambda m: m[0], default=(0.0, ""))
+    return told if least >= 1 else None
 
 
 def not_profitable(

@@ -11,27 +11,7 @@ from ..drawing import Slices
 from ..slices import Slice
 from .groups import Group
 from .reasons import Reason, Skip
-from .trace import Trace
-
-
-@dataclass
-class Cost:
-    """What one forward pass of one batch takes: FLOPs and numbers written by each layer."""
-
-    flops: dict[str, int]
-    activations: dict[str, int]
-
-    @classmethod
-    def of(cls, trace: Trace) -> Cost:
-        return cls(trace.flops, trace.outputs)
-
-    @property
-    def total_flops(self) -> int:
-        return sum(self.flops.values())
-
-    @property
-    def total_activations(self) -> int:
-        return sum(self.activations.values())
+from .trace import Cost
 
 
 def savings(sliced: list[Group], before: Cost, after: Cost) -> dict[Group, tuple[float, float]]:
@@ -42,14 +22,14 @@ def savings(sliced: list[Group], before: Cost, after: Cost) -> dict[Group, tuple
     work = {g: {m.module for m in g.members} for g in sliced}
     written = {g: {*(m.module for m in g.members if m.role != "in"), *g.passes} for g in sliced}
     flops, gone = _shares(work, before.flops, after.flops), _shares(written, before.activations, after.activations)
-    totals = max(before.total_flops, 1), max(before.total_activations, 1)
-    return {g: (flops[g] / totals[0], gone[g] / totals[1]) for g in sliced}
+    return {g: (flops[g], gone[g]) for g in sliced}
 
 
 def _shares(touched: dict[Group, set[str]], before: dict[str, int], after: dict[str, int]) -> dict[Group, float]:
-    """What the modules of each group save, divided among the groups that touch them."""
-    sharers = Counter(name for names in touched.values() for name in names)
-    return {g: sum((before.get(n, 0) - after.get(n, 0)) / sharers[n] for n in names) for g, names in touched.items()}
+    """What the modules of each group save of the whole, divided among the groups that touch them."""
+    sharers, total = Counter(name for names in touched.values() for name in names), max(sum(before.values()), 1)
+    saved = {name: (before.get(name, 0) - after.get(name, 0)) / sharers[name] for name in sharers}
+    return {g: sum(saved[name] for name in names) / total for g, names in touched.items()}
 
 
 @dataclass
@@ -111,8 +91,9 @@ class Report:
 
         A layer between two groups is counted half in each.
         """
-        sliced = [r.group for r in self.rows if r.slice is not None]
-        return savings(sliced, self.before, self.after).get(row.group, (0.0, 0.0))
+        return savings([r.group for r in self.rows if r.slice is not None], self.before, self.after).get(
+            row.group, (0.0, 0.0)
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -138,8 +119,7 @@ class Report:
 
     def __str__(self) -> str:
         sliced = [r for r in self.rows if r.slice is not None]
-        groups = "1 group" if len(sliced) == 1 else f"{len(sliced)} groups"
-        lines = [_title(self, groups, _settings(sliced))]
+        lines = [_title(self, sliced)]
         table: list[tuple[str, ...]] = [("group (first layer)", "kind", "read by", "kept", "FLOPs", "activations")]
         saved = savings([r.group for r in sliced], self.before, self.after)
         for name, rows in _merged(sliced):
@@ -155,13 +135,8 @@ class Report:
             if r.reason is None or r.reason.code is not Skip.CONFLICT:
                 by_reason.setdefault(pattern(str(r.reason or "")), []).append(r)
         if by_reason:
-            lines.append("left alone:")
-            left = []
-            for reason, rows in by_reason.items():
-                names = [name for name, _ in _merged(rows)]
-                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                left.append(f"  {', '.join(names[:3])}{more}: {reason}")
-            lines += _shortened(left, 6, "reasons")
+            left = [f"  {_listed([name for name, _ in _merged(rows)])}: {why}" for why, rows in by_reason.items()]
+            lines += ["left alone:", *_shortened(left, 6, "reasons")]
         return "\n".join(line if len(line) <= _SCREEN else line[: _SCREEN - 3] + "..." for line in lines)
 
 
@@ -175,7 +150,19 @@ def _shortened(lines: list[str], most: int, what: str) -> list[str]:
     return [*lines[: most - 1], f"  ... and {len(lines) - most + 1} more {what}: see .rows"]
 
 
-def _title(report: Report, groups: str, settings: str) -> str:
+def _listed(names: list[str], most: int = 3) -> str:
+    return ", ".join(names) if len(names) <= most else f"{', '.join(names[:3])} and {len(names) - 3} more"
+
+
+def _title(report: Report, sliced: list[Row]) -> str:
+    groups = "1 group" if len(sliced) == 1 else f"{len(sliced)} groups"
+    made = [(r.group, r.slice) for r in sliced if r.slice is not None]
+    samplings = dict.fromkeys(s.sampling for _, s in made)
+    norms = dict.fromkeys(
+        s.norm for g, s in made if g.names("in") or not g.contracted
+    )  # q and k have none of their own
+    compact = "; compact gradients" if any(s.grads == "compact" for _, s in made) else ""
+    settings = f"{', '.join(samplings)}; norm {', '.join(norms) or 'none'}{compact}"
     if report.scheme == "sliceout":
         return f"SliceOut: {report.model}, {groups} of units sliced ({settings})"
     if report.scheme == "patch":
@@ -183,20 +170,9 @@ def _title(report: Report, groups: str, settings: str) -> str:
     return f"Baseline {report.scheme!r}: {report.model}, {groups} of units ({settings})"
 
 
-def _settings(rows: list[Row]) -> str:
-    """What all groups have in common: queries and keys have no norm of their own."""
-    found = {r.slice.sampling: None for r in rows if r.slice is not None}
-    read = [r for r in rows if r.group.names("in") or not r.group.contracted]
-    norms = {r.slice.norm: None for r in read if r.slice is not None}
-    compact = any(r.slice is not None and r.slice.grads == "compact" for r in rows)
-    return f"{', '.join(found)}; norm {', '.join(norms) or 'none'}{'; compact gradients' if compact else ''}"
-
-
 def _readers(group: Group) -> str:
-    names = dict.fromkeys(n.rpartition(".")[2] for n in group.names("in"))
-    if len(names) > 4:
-        return f"{', '.join(list(names)[:3])} and {len(names) - 3} more"
-    return ", ".join(names) or ("each other (q, k)" if group.contracted else "its own output")
+    names = list(dict.fromkeys(n.rpartition(".")[2] for n in group.names("in")))
+    return _listed(names, most=4) or ("each other (q, k)" if group.contracted else "its own output")
 
 
 def _percent(fraction: float) -> str:

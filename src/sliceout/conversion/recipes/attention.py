@@ -53,8 +53,7 @@ def arrange(model: nn.Module, groups: list[Group], trace: Trace, attention: str)
         elif mode != attention:
             group.reason = Skip.CONFLICT(f"{CONFLICT}: attention={attention!r}")
         elif group.contracted and group.reason is not None and group.reason.code is Skip.CONCATENATED:
-            why = "queries and keys are rotated in pairs of dims (rotary embedding): left whole"
-            group.reason = Skip.ROTARY(why)
+            group.reason = Skip.ROTARY("queries and keys are rotated in pairs of dims (rotary embedding): left whole")
         elif group.contracted and group.reason is None:
             missing = [n for n in group.contracted if not _temperatures(trace, n, group.size)]
             if missing:
@@ -66,7 +65,7 @@ def _multihead(model: nn.Module, trace: Trace, attention: str) -> list[Group]:
     """torch's own attention, which the trace cannot look into: its numbers are local variables."""
     found: list[Group] = []
     for name, module in model.named_modules():
-        if not isinstance(module, nn.MultiheadAttention) or name not in trace.calls:
+        if not isinstance(module, nn.MultiheadAttention) or name not in trace.shapes:
             continue
         reason = None
         if module.bias_k is not None or module.add_zero_attn:
@@ -101,13 +100,11 @@ def objection(group: Group, width: int, before: Trace, after: Trace) -> Reason |
 
 
 def adapt(model: nn.Module, groups: list[Group], made: dict[Group, Slice]) -> list[nn.Module]:
-    """Let the numbers of each attention module follow its slices."""
+    """Let the numbers of each attention module follow its slices; torch's own is sliced by then and has none."""
     modules = dict(model.named_modules())
     touched = []
     for group in groups:
         for name in group.contracted or group.batched:
-            if isinstance(modules[name], nn.MultiheadAttention):
-                continue
             numbers = _numbers(modules[name], made[group].size, bool(group.contracted))
             if numbers and not isinstance(modules[name], Sliced):
                 touched.append(follow_width_(modules[name], made[group], numbers))
@@ -115,8 +112,6 @@ def adapt(model: nn.Module, groups: list[Group], made: dict[Group, Slice]) -> li
         if group.kind == "attention" and not group.contracted and not group.batched and group.partner is None:
             home, _, projection = group.name.rpartition(".")
             module = modules[home]
-            if isinstance(module, nn.MultiheadAttention):
-                continue
             if not isinstance(module, Sliced) and slice_rotary_values_(module, projection, made[group]):
                 touched.append(module)
     return touched

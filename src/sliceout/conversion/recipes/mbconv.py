@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from torch import nn
@@ -16,7 +17,7 @@ def arrange(model: nn.Module, groups: list[Group], stages: int | None) -> None:
     A stage is a run of blocks that project to the same number of channels: what the papers of these networks call one,
     however the model numbers its blocks.
     """
-    modules = dict(model.named_modules())
+    modules: dict[str, Any] = dict(model.named_modules())
     free = [g for g in groups if g.kind in ("conv", "mbconv") and g.reason is None and not g.reads_input]
     if not any(g.kind == "mbconv" for g in free):
         return
@@ -29,30 +30,17 @@ def arrange(model: nn.Module, groups: list[Group], stages: int | None) -> None:
             group.reason = group.reason or outside
     if stages is None:
         return
-    first = set(_first(expanded, modules, stages))
+    # the last layer that reads a block's expanded channels is its projection
+    runs = itertools.groupby(expanded, key=lambda g: modules[g.names("in")[-1]].out_channels)
+    first = [g for _, run in itertools.islice(runs, stages) for g in run]
     for group in groups:
         if group not in first:
             group.reason = group.reason or Skip.STAGES(f"not in the first {stages} stages")
 
 
-def _expands(group: Group, modules: dict[str, nn.Module]) -> bool:
+def _expands(group: Group, modules: dict[str, Any]) -> bool:
     """Fused blocks (EfficientNetV2) have no depthwise convolution: a wide middle between two narrow ends tells them."""
-    ends: list[Any] = [modules[n] for role in ("out", "in") for n in group.names(role)]
-    if not all(hasattr(m, "in_channels") for m in ends):
+    writers, readers = ([modules[n] for n in group.names(role)] for role in ("out", "in"))
+    if not all(hasattr(m, "in_channels") for m in (*writers, *readers)):
         return False
-    writers, readers = ends[: len(group.names("out"))], ends[len(group.names("out")) :]
     return all(m.in_channels < m.out_channels for m in writers) and all(m.out_channels < m.in_channels for m in readers)
-
-
-def _first(expanded: list[Group], modules: dict[str, Any], stages: int) -> list[Group]:
-    """The groups of the first stages; the last layer that reads a block's expanded channels is its projection."""
-    kept: list[Group] = []
-    widths: list[int] = []
-    for group in expanded:
-        width = modules[group.names("in")[-1]].out_channels
-        if not widths or width != widths[-1]:
-            widths.append(width)
-        if len(widths) > stages:
-            break
-        kept.append(group)
-    return kept

@@ -13,10 +13,11 @@ smaller tensors is not decided here: ``convert_`` tries it on the same meta copy
 """
 
 from . import products, shapes, units  # noqa: F401  # they register their rules
-from .atoms import Atom, Dim, block, expand, identify
+from .atoms import Atom, Dim, block, expand, identify, size
 from .run import CurrentModule, meta_copy
-from .tracer import RuleError, Trace, Use, trace
+from .tracer import Cost, RuleError, Trace, Use, trace
 
 __all__ = [
-    "Atom", "CurrentModule", "Dim", "RuleError", "Trace", "Use", "block", "expand", "identify", "meta_copy", "trace",
+    "Atom", "Cost", "CurrentModule", "Dim", "RuleError", "Trace", "Use", "block", "expand", "identify", "meta_copy",
+    "size", "trace",
 ]  # fmt: skip

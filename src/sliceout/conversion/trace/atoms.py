@@ -33,6 +33,15 @@ class Atom:
             self = self._parent
         return self
 
+    def join(self, other: Atom) -> None:
+        """Make one of two roots; what is known of the other is known of this one."""
+        if other is not self:
+            other._parent = self
+            self.blocked = self.blocked or other.blocked
+            self.contracted += other.contracted
+            self.batched += other.batched
+            self.produced |= other.produced
+
     def split(self, left: int) -> None:
         """Make a root the product of ``left`` and the rest."""
         self._parts = [Atom(left, self.blocked), Atom(self.size // left, self.blocked)]
@@ -43,6 +52,10 @@ class Atom:
 def new_dim(n: int, blocked: Reason | None = None) -> Dim:
     """A dimension of ``n`` units that no other tensor has."""
     return [Atom(n, blocked)] if n > 1 else []
+
+
+def new_dims(shape: Iterable[int], blocked: Reason | None = None) -> list[Dim]:
+    return [new_dim(n, blocked) for n in shape]
 
 
 def expand(dim: Dim) -> Dim:
@@ -62,7 +75,7 @@ def block(dims: Iterable[Dim], reason: Reason) -> None:
 
 
 def size(dim: Dim) -> int:
-    return math.prod(a.size for a in dim)
+    return math.prod(a.size for a in expand(dim))
 
 
 def identify(a: Dim, b: Dim) -> None:
@@ -73,7 +86,7 @@ def identify(a: Dim, b: Dim) -> None:
     while a and b:
         x, y = a[-1], b[-1]
         if x is y or x.size == y.size:
-            _merge(x, y)
+            x.join(y)
             a, b = a[:-1], b[:-1]
         elif max(x.size, y.size) % min(x.size, y.size):
             return block([a, b], Skip.RESHAPED("a reshape mixes these units with another dimension"))
@@ -81,15 +94,6 @@ def identify(a: Dim, b: Dim) -> None:
             big = x if x.size > y.size else y
             big.split(big.size // min(x.size, y.size))
         a, b = expand(a), expand(b)
-
-
-def _merge(x: Atom, y: Atom) -> None:
-    if x is not y:
-        y._parent = x
-        x.blocked = x.blocked or y.blocked
-        x.contracted += y.contracted
-        x.batched += y.batched
-        x.produced |= y.produced
 
 
 def split_front(dim: Dim, n: int) -> tuple[Dim | None, Dim]:

@@ -7,9 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from ..reasons import Skip
-from .atoms import POSITION, Dim, block, expand, identify, new_dim, size, split_front
+from .atoms import POSITION, Dim, block, expand, identify, new_dims, size, split_front
 from .tracer import Tracer, rule
-from .units import broadcast
 
 
 def _contract(t: Tracer, x: Tensor, y: Tensor, xd: Dim, yd: Dim) -> None:
@@ -21,34 +20,39 @@ def _contract(t: Tracer, x: Tensor, y: Tensor, xd: Dim, yd: Dim) -> None:
             atom.contracted.append(t.here)
 
 
+def _plus_bias(t: Tracer, bias: Tensor | None, dims: list[Dim]) -> list[Dim]:
+    """The dimensions of a product, with those of what is added to it."""
+    if bias is not None:
+        for dim, own, n in zip(dims[::-1], t.dims(bias)[::-1], bias.shape[::-1], strict=False):
+            if n > 1:
+                identify(dim, own)
+    return dims
+
+
 @rule("mm", "addmm")
-def matrix_product(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
+def matrix_product(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     x, y = a.get("mat1", a["self"]), a["mat2"]
     _contract(t, x, y, t.dims(x)[1], t.dims(y)[0])
-    t.set_dims(outputs[0], [t.dims(x)[0], t.dims(y)[1]])
-    if "mat1" in a:
-        broadcast(t, [outputs[0], a["self"]], outputs[0])
+    return _plus_bias(t, a["self"] if "mat1" in a else None, [t.dims(x)[0], t.dims(y)[1]])
 
 
 @rule("linear")
-def linear(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
+def linear(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     x, w, bias = a["input"], a["weight"], a["bias"]
     _contract(t, x, w, t.dims(x)[-1], t.dims(w)[1])
-    t.set_dims(outputs[0], [*t.dims(x)[:-1], t.dims(w)[0]])
     if bias is not None:
         identify(t.dims(bias)[0], t.dims(w)[0])
+    return [*t.dims(x)[:-1], t.dims(w)[0]]
 
 
 @rule("bmm", "baddbmm")
-def batched_product(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
+def batched_product(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     x, y = a.get("batch1", a["self"]), a["batch2" if "batch2" in a else "mat2"]
     xd, yd = t.dims(x), t.dims(y)
     identify(xd[0], yd[0])
     _mark_batched(t, xd[:1])
     _contract(t, x, y, xd[2], yd[1])
-    t.set_dims(outputs[0], [xd[0], xd[1], yd[2]])
-    if "batch1" in a:
-        broadcast(t, [outputs[0], a["self"]], outputs[0])
+    return _plus_bias(t, a["self"] if "batch1" in a else None, [xd[0], xd[1], yd[2]])
 
 
 def _mark_batched(t: Tracer, dims: list[Dim]) -> None:
@@ -58,14 +62,13 @@ def _mark_batched(t: Tracer, dims: list[Dim]) -> None:
 
 
 @rule("convolution", "_convolution", "convolution_overrideable")
-def convolution(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
+def convolution(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     x, w, bias = a["input"], a["weight"], a["bias"]
     y, groups = outputs[0], a["groups"]
     xd, wd = t.dims(x), t.dims(w)
     if a["transposed"]:
         block([xd[1], *wd], t.because(Skip.NO_SLICED_FORM, "a transposed convolution has no sliced form yet"))
-        t.make_dims(y, t.because(Skip.NO_SLICED_FORM, "comes out of a transposed convolution"))
-        return
+        return new_dims(y.shape, t.because(Skip.NO_SLICED_FORM, "comes out of a transposed convolution"))
     if id(w) in t.names:
         t.trace.direct.add(t.names[id(w)])
     if groups == 1:
@@ -76,42 +79,34 @@ def convolution(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: lis
         w_group, channels = split_front(wd[0], groups)
         if x_group is None or w_group is None:
             block([xd[1], *wd], t.because(Skip.CHANNEL_GROUPS, f"groups={groups} cut through a reshape"))
-            return
+            return None
         identify(x_group, w_group)
         identify(x_rest, wd[1])
         channels = [*w_group, *channels]
     if bias is not None:
         identify(t.dims(bias)[0], wd[0])
-    t.set_dims(y, [xd[0], channels, *(new_dim(n, POSITION) for n in y.shape[2:])])
-
-
-def _group_heads(t: Tracer, q: Dim, kv: Dim) -> None:
-    """Grouped queries: each head of keys and values serves a run of query heads."""
-    n = size(expand(kv))
-    head, _ = split_front(q, n) if size(expand(q)) % n == 0 else (None, [])
-    if head is None:
-        block([q, kv], t.because(Skip.RESHAPED, "query heads do not divide among key heads"))
-    else:
-        identify(head, kv)
+    return [xd[0], channels, *new_dims(y.shape[2:], POSITION)]
 
 
 @rule("scaled_dot_product_attention", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
       "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_attention_math",
       "_scaled_dot_product_cudnn_attention")  # fmt: skip
-def attention(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
+def attention(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     q, k, v = (t.dims(a[n]) for n in ("query", "key", "value"))
     for other in (k, v):
         for d in range(len(q) - 2):
-            if size(expand(q[d])) == size(expand(other[d])):
-                identify(q[d], other[d])
+            n = size(other[d])  # grouped queries: each head of keys and values serves a run of query heads
+            heads, _ = split_front(q[d], n) if size(q[d]) % n == 0 else (None, [])
+            if heads is None:
+                block([q[d], other[d]], t.because(Skip.RESHAPED, "query heads do not divide among key heads"))
             else:
-                _group_heads(t, q[d], other[d])
+                identify(heads, other[d])
     _mark_batched(t, q[:-2])
     scale = a.get("scale")
     t.trace.scalars.setdefault(t.here, set()).add(a["query"].shape[-1] ** -0.5 if scale is None else scale)
     _contract(t, a["query"], a["key"], q[-1], k[-1])
     identify(k[-2], v[-2])
     block([q[-2], k[-2]], POSITION)
-    t.set_dims(outputs[0], [*q[:-1], v[-1]])
     for y in outputs[1:]:
         t.make_dims(y, Skip.MIXED("attention statistics"))
+    return [*q[:-1], v[-1]]

@@ -43,26 +43,21 @@ class CurrentModule:
     def __init__(self, model: nn.Module) -> None:
         self.names = {m: name for name, m in model.named_modules()}
         self.stack: list[str] = []
-        self.last: str | None = None
-        """The module that was running last: the one in which an error was raised."""
-        self.on_return: list[Callable[[str, nn.Module, Any, Any], None]] = []
+        self.on_return: Callable[[str, nn.Module, Any, Any], None]
 
     @property
     def name(self) -> str:
+        """Of the module; after an error, of the one in which it was raised."""
         return self.stack[-1] if self.stack else ""
 
     def __enter__(self) -> CurrentModule:
         def enter(module: nn.Module, args: Any) -> None:
             if module in self.names:
                 self.stack.append(self.names[module])
-                self.last = self.names[module]
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if module in self.names and self.stack:
-                name = self.stack.pop()
-                self.last = self.name
-                for call in self.on_return:
-                    call(name, module, args, output)
+                self.on_return(self.stack.pop(), module, args, output)
 
         self._handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
         return self

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...ops import without_views
 from ..reasons import Reason, Skip
-from .atoms import Dim, block, expand, new_dim, size
+from .atoms import Dim, block, new_dim, new_dims, size
 from .run import CurrentModule, MetaScalars, fixed_randomness
 
 
@@ -33,6 +33,22 @@ class Use:
 
 
 @dataclass
+class Cost:
+    """What one forward pass of one batch takes: FLOPs (by torch's own counter) and numbers written, by layer."""
+
+    flops: dict[str, int] = field(default_factory=dict)
+    activations: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total_flops(self) -> int:
+        return sum(self.flops.values())
+
+    @property
+    def total_activations(self) -> int:
+        return sum(self.activations.values())
+
+
+@dataclass
 class Trace:
     """What one forward pass tells: the uses of all parameters, the adds between branches, the dropouts on the way."""
 
@@ -40,11 +56,7 @@ class Trace:
     adds: list[tuple[Dim, Dim, bool]] = field(default_factory=list)
     """Dimensions of two branches that are added, and whether one branch was computed from the other."""
     dropouts: dict[str, list[Dim]] = field(default_factory=dict)
-    calls: dict[str, int] = field(default_factory=dict)
-    flops: dict[str, int] = field(default_factory=dict)
-    """By module, as torch's own counter has them."""
-    outputs: dict[str, int] = field(default_factory=dict)
-    """How many numbers the modules without children write."""
+    cost: Cost = field(default_factory=Cost)
     direct: set[str] = field(default_factory=set)
     """Weights that a convolution or product was given as they are, not something computed from them."""
     inputs: dict[str, list[Dim]] = field(default_factory=dict)
@@ -100,11 +112,11 @@ class Tracer(TorchDispatchMode):
 
     def make_dims(self, t: Tensor, reason: Reason | None = None) -> list[Dim]:
         """Atoms of its own for a tensor of unknown origin."""
-        return self.set_dims(t, [new_dim(n, reason) for n in t.shape])
+        return self.set_dims(t, new_dims(t.shape, reason))
 
     def set_dims(self, t: Tensor, dims: list[Dim]) -> list[Dim]:
         for i, (dim, n) in enumerate(zip(dims, t.shape, strict=True)):
-            if size(expand(dim)) != n:  # a rule that does not fit: better to refuse than to be wrong
+            if size(dim) != n:  # a rule that does not fit: better to refuse than to be wrong
                 block([dim], Skip.UNEXPECTED_SHAPE(f"unexpected shape in {self.here or 'the model'}"))
                 dims[i] = new_dim(n, Skip.UNEXPECTED_SHAPE("unexpected shape"))
         self._dims[id(t)] = dims
@@ -119,8 +131,6 @@ class Tracer(TorchDispatchMode):
     # -- dispatch ------------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return func(*args)
         out = func(*args, **(kwargs or {}))  # an error in here is the model's, one below is ours
         try:
             self._follow(func, args, kwargs or {}, out)
@@ -130,28 +140,33 @@ class Tracer(TorchDispatchMode):
 
     def _follow(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         name = func._schema.name.split("::")[1]
+        functional = name.rstrip("_")
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         if inputs and all(id(x) in self.parameters for x in inputs):
             self.parameters.update(id(y) for y in outputs)
         flops = _flops(func, args, kwargs, out)
         if flops:
-            self.trace.flops[self.here] = self.trace.flops.get(self.here, 0) + flops
-        if name.rstrip("_") in ("mul", "div", "baddbmm", "addmm"):
+            self.trace.cost.flops[self.here] = self.trace.cost.flops.get(self.here, 0) + flops
+        if functional in ("mul", "div", "baddbmm", "addmm"):
             numbers = [v for v in (*args[1:], *kwargs.values()) if isinstance(v, (int, float))]
             numbers += [t.item() for t in inputs if t.dim() == 0 and t.device.type == "cpu" and type(t) is Tensor]
             self.trace.scalars.setdefault(self.here, set()).update(map(float, numbers))
-        rule = _RULES.get(name) or _RULES.get(name.rstrip("_"))
+        # in-place pointwise ops do not always carry the tag of their functional twin
+        twin = getattr(getattr(torch.ops.aten, functional, None), func._overloadname, func)
+        pointwise = torch.Tag.pointwise in (*func.tags, *twin.tags)
+        rule = _RULES.get(name) or _RULES.get(functional) or (_RULES["pointwise"] if inputs and pointwise else None)
         if rule is not None:
-            rule(self, _bind(func, args, kwargs), inputs, outputs)
-        elif not inputs:
+            dims = rule(self, _bind(func, args, kwargs), inputs, outputs) if outputs else None
+            for y in outputs:
+                if dims is not None and y.shape == outputs[0].shape:
+                    self.set_dims(y, list(dims))
+        elif inputs:
+            unknown(self, name, inputs, outputs)
+        else:
             numbered = self.because(Skip.POSITION, "meets a constant that numbers its entries")
             for y in outputs:
                 self.make_dims(y, None if name in _UNIFORM else numbered)
-        elif torch.Tag.pointwise in func.tags or torch.Tag.pointwise in _functional_tags(func):
-            _RULES["pointwise"](self, {}, inputs, outputs)
-        else:
-            unknown(self, name, inputs, outputs)
         behind = 0
         for x in inputs:
             behind |= self.weights_behind.get(id(x), 0)
@@ -175,14 +190,6 @@ def _flops(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> int:
     return 0
 
 
-def _functional_tags(func: Any) -> list[Any]:
-    """In-place pointwise ops do not always carry the tag of their functional twin."""
-    name = func._schema.name.split("::")[1].rstrip("_")
-    twin = getattr(torch.ops.aten, name, None)
-    overload = getattr(twin, func._overloadname, None) if twin is not None else None
-    return overload.tags if overload is not None else []
-
-
 def _bind(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     bound = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
     bound.update({a.name: v for a, v in zip(func._schema.arguments, args, strict=False)})
@@ -190,7 +197,9 @@ def _bind(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     return bound
 
 
-Rule = Callable[[Tracer, dict[str, Any], list[Tensor], list[Tensor]], None]
+Rule = Callable[[Tracer, dict[str, Any], list[Tensor], list[Tensor]], list[Dim] | None]
+"""Of the tracer, the arguments by name, and all tensors that go in and come out. Says which dimensions the outputs have
+that are shaped like the first one; ``None`` if they are known, or new."""
 _RULES: dict[str, Rule] = {}
 
 
@@ -202,12 +211,13 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def unknown(t: Tracer, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+def unknown(t: Tracer, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     for x in inputs:
         block(t.dims(x), t.because(Skip.UNKNOWN_OP, f"{name} is not known to keep units apart"))
     for y in outputs:
         if not t.is_known(y):
             t.make_dims(y, t.because(Skip.UNKNOWN_OP, f"comes out of {name}"))
+    return None
 
 
 # -- one forward pass --------------------------------------------------------------------------------------------------
@@ -221,7 +231,6 @@ def trace(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], curr
         found = tracer.trace
 
         def returned(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-            found.calls[name] = found.calls.get(name, 0) + 1
             read, written = (tuple(getattr(t, "shape", ())) for t in (inputs[0] if inputs else None, output))
             found.shapes.setdefault(name, set()).add((read, written))
             if inputs and isinstance(inputs[0], Tensor):
@@ -229,9 +238,10 @@ def trace(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], curr
                 if isinstance(module, nn.modules.dropout._DropoutNd):
                     found.dropouts[name] = found.dropouts.get(name, []) + tracer.dims(inputs[0])
             if not any(True for _ in module.children()):
-                found.outputs[name] = found.outputs.get(name, 0) + sum(t.numel() for t in _tensors_in(output))
+                written_here = sum(t.numel() for t in _tensors_in(output))
+                found.cost.activations[name] = found.cost.activations.get(name, 0) + written_here
 
-        current.on_return.append(returned)
+        current.on_return = returned
         for t in tree_leaves((args, kwargs)):
             if isinstance(t, Tensor):
                 tracer.make_dims(t, Skip.INPUT("an input of the model"))

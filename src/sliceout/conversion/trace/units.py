@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..reasons import Skip
-from .atoms import POSITION, Atom, Dim, block, expand, identify, new_dim, size, split_front
+from .atoms import POSITION, Atom, Dim, block, identify, new_dim, new_dims, split_front
 from .tracer import Tracer, rule
 
 Meet = Callable[[Dim, Dim], None]
@@ -33,53 +33,45 @@ def broadcast(t: Tracer, inputs: Sequence[Tensor], y: Tensor, meet: Meet = ident
       "selu", "softplus", "threshold", "log_sigmoid_forward", "softshrink", "hardshrink", "where", "masked_fill",
       "lerp", "addcmul", "addcdiv", "clamp_min", "clamp_max", "bernoulli", "copysign", "prelu", "_prelu_kernel", "copy",
       "rrelu_with_noise", "fill", "zero", "normal", "uniform", "random", "exponential")  # fmt: skip
-def pointwise(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
-    for y in outputs:
-        dims = broadcast(t, inputs, y)
-        if not t.is_known(y):
-            t.set_dims(y, dims)
+def pointwise(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
+    return broadcast(t, inputs, outputs[0])
 
 
 @rule("add", "sub")
-def add(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
+def add(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     """Between two branches an add may be a residual connection: noted now, judged when all producers are known."""
     x, y = a["self"], a["other"]
     if len(inputs) < 2 or x is y or any(id(p) in t.parameters for p in inputs):  # a bias is no branch
         return pointwise(t, a, inputs, outputs)
-    out = outputs[0]
     one, other = t.weights_behind.get(id(x), 0), t.weights_behind.get(id(y), 0)
     nested = one & other in (one, other)  # all that made one branch went into the other too
     larger_first = (x, y) if x.dim() >= y.dim() else (y, x)
-    dims = broadcast(t, larger_first, out, lambda one, other: t.trace.adds.append((one, other, nested)))
-    if not t.is_known(out):
-        t.set_dims(out, dims)
+    return broadcast(t, larger_first, outputs[0], lambda one, other: t.trace.adds.append((one, other, nested)))
 
 
 @rule("clone", "detach", "alias", "_to_copy", "contiguous", "lift_fresh", "lift_fresh_copy", "native_dropout", "to",
       "zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "full_like", "new_zeros",
       "bernoulli_p")  # fmt: skip
-def same(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
-    for y in outputs:
-        if y.shape == inputs[0].shape and not t.is_known(y):
-            t.set_dims(y, list(t.dims(inputs[0])))
+def same(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
+    return t.dims(inputs[0]) if outputs[0].shape == inputs[0].shape else None
 
 
 @rule("_native_batch_norm_legit", "_native_batch_norm_legit_no_training", "native_batch_norm", "cudnn_batch_norm",
       "_batch_norm_with_update", "_batch_norm_no_update", "miopen_batch_norm", "_batch_norm_impl_index")  # fmt: skip
-def batch_norm(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
+def batch_norm(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     x = inputs[0]
     channel = t.dims(x)[1]
     for p in inputs[1:]:
         if p.dim() == 1 and p.shape[0] == x.shape[1]:
             identify(channel, t.dims(p)[0])
-    t.set_dims(outputs[0], list(t.dims(x)))
     for y in outputs[1:]:
         if y.shape == (x.shape[1],):
             t.set_dims(y, [channel])
+    return t.dims(x)
 
 
 @rule("native_layer_norm", "_fused_rms_norm", "rms_norm")
-def layer_norm(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
+def layer_norm(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     x = inputs[0]
     for p in inputs[1:]:
         for i in range(p.dim()):
@@ -87,11 +79,11 @@ def layer_norm(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list
     if len(inputs) == 1 or len(a["normalized_shape"]) > 1:
         why = t.because(Skip.NO_SLICED_FORM, "a layer norm without weights or over several dimensions")
         block(t.dims(x)[-len(a["normalized_shape"]) :], why)
-    t.set_dims(outputs[0], list(t.dims(x)))
+    return t.dims(x)
 
 
 @rule("native_group_norm")
-def group_norm(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
+def group_norm(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     x, groups = a["input"], a["group"]
     channel = t.dims(x)[1]
     for p in (a["weight"], a["bias"]):
@@ -99,45 +91,35 @@ def group_norm(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list
             identify(channel, t.dims(p)[0])
     head, _ = split_front(channel, groups) if groups > 1 else ([], [])
     if head is None or a["weight"] is None:
-        why = t.because(Skip.NO_SLICED_FORM, "a group norm that does not fit the units, or has no weights")
-        block([channel], why)
-    t.set_dims(outputs[0], list(t.dims(x)))
+        block([channel], t.because(Skip.NO_SLICED_FORM, "a group norm that does not fit the units, or has no weights"))
+    return t.dims(x)
 
 
 @rule("_softmax", "_log_softmax", "softmax", "log_softmax", "_safe_softmax", "cumsum", "logcumsumexp", "sort", "flip",
       "cumprod", "glu", "roll", "rot90")  # fmt: skip
-def along(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
+def along(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     """Ops that mix a dimension with itself and leave the others alone."""
     x = inputs[0]
     named = a.get("dims", a.get("dim", -1))
     over = [d % x.dim() for d in ([named] if isinstance(named, int) else named or range(x.dim()))]
     dims, mixed = t.dims(x), Skip.MIXED("mixed")
     block([dims[d] for d in over], t.because(Skip.MIXED, "a softmax, roll or running sum over the units"))
-    for y in outputs:
-        if y.dim() != x.dim():
-            t.make_dims(y, mixed)
-        else:
-            t.set_dims(y, [new_dim(n, mixed) if i in over else dims[i] for i, n in enumerate(y.shape)])
+    return [new_dim(n, mixed) if i in over else dims[i] for i, n in enumerate(outputs[0].shape)]
 
 
 @rule("mean", "sum", "amax", "amin", "max", "min", "any", "all", "prod", "var", "std", "var_mean", "argmax", "argmin",
       "linalg_vector_norm", "norm", "std_mean", "logsumexp", "topk", "count_nonzero", "median", "aminmax")  # fmt: skip
-def reduce(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
-    x = inputs[0]
+def reduce(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
+    x, y = inputs[0], outputs[0]
     if len(inputs) > 1:  # max(x, y) and the like
         return pointwise(t, a, inputs, outputs)
     named = a.get("dim")
     over = [d % max(x.dim(), 1) for d in ([named] if isinstance(named, int) else named or range(x.dim()))]
     dims = t.dims(x)
     block([dims[d] for d in over if dims], t.because(Skip.MIXED, "a reduction over the units"))
-    for y in outputs:
-        if y.dim() == x.dim():
-            kept = [[] if i in over and y.shape[i] == 1 else d for i, d in enumerate(dims)]
-            reduced = Skip.MIXED("reduced")
-            pairs = zip(kept, y.shape, strict=True)
-            t.set_dims(y, [k if size(expand(k)) == n else [Atom(n, reduced)] for k, n in pairs])
-        else:
-            t.set_dims(y, [d for i, d in enumerate(dims) if i not in over])
+    if y.dim() < x.dim():
+        return [d for i, d in enumerate(dims) if i not in over]
+    return [dims[i] if n == x.shape[i] else new_dim(n, Skip.MIXED("reduced")) for i, n in enumerate(y.shape)]
 
 
 @rule("max_pool1d", "max_pool2d", "max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d",
@@ -146,17 +128,15 @@ def reduce(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Ten
       "upsample_bicubic2d", "upsample_trilinear3d", "_upsample_nearest_exact2d", "_upsample_bilinear2d_aa",
       "_upsample_bicubic2d_aa", "reflection_pad1d", "reflection_pad2d", "replication_pad1d",
       "replication_pad2d")  # fmt: skip
-def spatial(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
-    x = inputs[0]
-    for y in outputs:
-        t.set_dims(y, [*t.dims(x)[:2], *(new_dim(n, POSITION) for n in y.shape[2:])])
+def spatial(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
+    return [*t.dims(inputs[0])[:2], *new_dims(outputs[0].shape[2:], POSITION)]
 
 
 @rule("take")
-def take(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
+def take(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     """``sliceout::take`` in the copy that is being tried: its parts are new units, noted by the parameter's name."""
     full, small = a["full"], outputs[0]
-    dims = [new_dim(n) for n in small.shape]
+    dims = new_dims(small.shape)
     for d, geometry in enumerate((a["rows"], a["cols"])):
         if geometry:
             _, width, blocks, inner = geometry
@@ -166,9 +146,10 @@ def take(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tenso
                 identify(t.trace.takes.setdefault(key, dims[d]), dims[d])  # a layer may be called more than once
     t.parameters.add(id(small))
     t.same_parameter(full, small)
-    t.set_dims(small, dims)
+    return dims
 
 
 @rule("store_", "store")
-def store(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> None:
+def store(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     """Writes statistics; nothing comes out."""
+    return None
