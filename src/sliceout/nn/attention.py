@@ -30,7 +30,6 @@ class MultiheadAttention(Sliced, nn.MultiheadAttention):
         torch.Size([2, 5, 32])
     """
 
-    _plain = nn.MultiheadAttention
     roles = ("qk", "v", "heads")
 
     def bind(self, axes: dict[str, Axis]) -> None:

@@ -17,8 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..slices import Slice
-from .base import Sliced, adopt
-from .subclass import sliced_subclass
+from .base import Sliced, adopt, sliced_subclass
 
 
 class RotaryValues(Sliced):

@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..slices import Axis
-from .base import Sliced, adopt
-from .subclass import sliced_subclass
+from .base import Sliced, adopt, sliced_subclass
 
 
 class Substituting(Sliced):

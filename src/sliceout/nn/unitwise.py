@@ -92,25 +92,17 @@ def _is_compiled(axis: Any) -> bool:
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
     """``nn.BatchNorm1d`` over a sliced axis."""
 
-    _plain = nn.BatchNorm1d
-
 
 class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
     """``nn.BatchNorm2d`` over a sliced axis."""
-
-    _plain = nn.BatchNorm2d
 
 
 class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
     """``nn.BatchNorm3d`` over a sliced axis."""
 
-    _plain = nn.BatchNorm3d
-
 
 class GroupNorm(_Unitwise, nn.GroupNorm):
     """``nn.GroupNorm`` over a slice of whole groups, or over the same slice inside every group."""
-
-    _plain = nn.GroupNorm
 
     def bind(self, axes: dict[str, Axis]) -> None:
         axis = axes["unit"]
@@ -134,8 +126,6 @@ class GroupNorm(_Unitwise, nn.GroupNorm):
 class LayerNorm(_Unitwise, nn.LayerNorm):
     """``nn.LayerNorm`` over a sliced last dimension: mean and variance are those of the kept units."""
 
-    _plain = nn.LayerNorm
-
     def bind(self, axes: dict[str, Axis]) -> None:
         _check_last(self, axes["unit"], self.normalized_shape)
 
@@ -150,8 +140,6 @@ class LayerNorm(_Unitwise, nn.LayerNorm):
 class RMSNorm(_Unitwise, nn.RMSNorm):
     """``nn.RMSNorm`` over a sliced last dimension: the mean square is that of the kept units."""
 
-    _plain = nn.RMSNorm
-
     def bind(self, axes: dict[str, Axis]) -> None:
         _check_last(self, axes["unit"], self.normalized_shape)
 
@@ -165,8 +153,6 @@ class RMSNorm(_Unitwise, nn.RMSNorm):
 class PReLU(_Unitwise, nn.PReLU):
     """``nn.PReLU`` with one parameter per unit of a sliced dimension 1."""
 
-    _plain = nn.PReLU
-
     def bind(self, axes: dict[str, Axis]) -> None:
         _check_size(self, axes["unit"], self.num_parameters, "num_parameters")
 
@@ -177,8 +163,6 @@ class PReLU(_Unitwise, nn.PReLU):
 
 class LayerScale(_Unitwise, nn.Module):
     """``x * gamma``, one learned factor per unit of the last dimension; also what timm's ``LayerScale`` becomes."""
-
-    _plain = nn.Module
 
     def __init__(self, dim: int, init_values: float = 1e-5, inplace: bool = False, *, slice: Any = None) -> None:
         nn.Module.__init__(self)
@@ -209,25 +193,17 @@ class _Dropout(Sliced):
 class Dropout(_Dropout, nn.Dropout):
     """``nn.Dropout`` that rests while its slice is on."""
 
-    _plain = nn.Dropout
-
 
 class Dropout1d(_Dropout, nn.Dropout1d):
     """``nn.Dropout1d`` that rests while its slice is on."""
-
-    _plain = nn.Dropout1d
 
 
 class Dropout2d(_Dropout, nn.Dropout2d):
     """``nn.Dropout2d`` that rests while its slice is on."""
 
-    _plain = nn.Dropout2d
-
 
 class Dropout3d(_Dropout, nn.Dropout3d):
     """``nn.Dropout3d`` that rests while its slice is on."""
-
-    _plain = nn.Dropout3d
 
 
 LAYERS = (

@@ -22,8 +22,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..nn.base import Sliced
-from ..nn.subclass import sliced_subclass
+from ..nn.base import Sliced, sliced_subclass
 from ..slices import Slice
 from .dropblock import drop_block
 

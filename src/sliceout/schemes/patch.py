@@ -30,8 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import stepping
-from ..nn.base import Sliced, adopt
-from ..nn.subclass import sliced_subclass
+from ..nn.base import Sliced, adopt, sliced_subclass
 from ..ops import host_knows_start
 from ..ops.placement import is_channels_last
 from ..slices import Slice
