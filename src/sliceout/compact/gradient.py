@@ -5,7 +5,7 @@ take no memory. What training loops do with gradients (adding up, clipping, unsc
 tensor. Any other operation sees the full gradient, zeros included, so nothing can go wrong, only slower. Looking at it
 changes nothing; once somebody has written outside the slice, it is an ordinary dense gradient to the optimizer.
 
-What each operation does is in ``grad_ops``, the slice-only optimizer update that goes with it in ``optim``.
+What each operation does is in ``gradient_ops``, the slice-only optimizer update that goes with it in ``optimizers``.
 """
 
 from __future__ import annotations

@@ -107,21 +107,18 @@ def _zero(func: Any, grad: SlicedGrad) -> Any:
     return grad
 
 
-def _clamp(func: Any, grad: Any, low: Any = None, high: Any = None) -> Any:
+def _clamp(func: Any, grad: Any, *limits: Any) -> Any:
     """Limits with zero between them leave zeros zero."""
-    limits = {"min": (low, None), "max": (None, low)}.get(func._schema.name.rpartition("_")[0][-3:], (low, high))
-    if not all(_keeps_zero(*limit) for limit in zip((True, False), limits, strict=True)):
+    low, high = (None, *limits) if "clamp_max" in func._schema.name else (*limits, None, None)[:2]
+    known = all(limit is None or isinstance(limit, (int, float)) for limit in (low, high))
+    if not known or not (low or 0) <= 0 <= (high or 0):
         return NotImplemented
-    if isinstance(grad, SlicedGrad):
-        if grad.full is not None:
-            return NotImplemented
-        func(grad.writable(), *(() if low is None and high is None else (low,) if high is None else (low, high)))
-        return grad
-    return _each(func, grad, low)
-
-
-def _keeps_zero(is_lower: bool, limit: Any) -> bool:
-    return limit is None or (isinstance(limit, (int, float)) and (limit <= 0 if is_lower else limit >= 0))
+    if not isinstance(grad, SlicedGrad):
+        return _each(func, grad, *limits)
+    if grad.full is not None:
+        return NotImplemented
+    func(grad.writable(), *limits)
+    return grad
 
 
 def _norm(func: Any, grad: SlicedGrad, ord: Any = 2, dim: Any = None, *rest: Any, **kwargs: Any) -> Any:
