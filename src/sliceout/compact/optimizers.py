@@ -228,12 +228,13 @@ class _Slices:
         """The gradients, each laid out as its parameter."""
         return [g.small.contiguous(memory_format=memory_format(p)) for p, g in self.work]
 
+    def _fulls(self) -> list[Tensor]:
+        return [*self.params, *(s[name] for s in self.state for name in self.names)]
+
     def _key(self) -> list[Any]:
         """All that the kernel's table says, and whether there can be one."""
-        smalls = [g.small for g in self.grads]
-        fulls = [*self.params, *(s[name] for s in self.state for name in self.names), *self.steps]
         return [
-            *address_key(fulls), *layout_key(smalls),
+            *address_key([*self._fulls(), *self.steps]), *layout_key([g.small for g in self.grads]),
             *((self._place(g.at.rows), self._place(g.at.cols), g.at.gain) for g in self.grads),
             *(t if t is None else t.data_ptr() for g in self.grads for t in g.at[3:]),
         ]  # fmt: skip
@@ -249,14 +250,11 @@ class _Slices:
     def _fit(self) -> bool:
         from ..ops.multi_tensor import supports
 
+        fulls = self._fulls()
         return (
-            all(
-                p.dtype != torch.float64
-                and p.device == self.device
-                and supports(p)
-                and all(s[n].device == self.device and supports(s[n]) for n in self.names)
-                for p, s in zip(self.params, self.state, strict=True)
-            )
+            all(p.dtype != torch.float64 for p in self.params)
+            and all(t.device == self.device for t in fulls)
+            and supports(*fulls)
             and len({s.device for s in self.steps}) < 2
             and all(s.is_cpu or (s.device == self.device and s.dtype == torch.float32) for s in self.steps)
         )

@@ -246,12 +246,6 @@ def _check_size(module: Any, axis: Axis | None, expected: int, name: str) -> Non
         raise ValueError(f"{what} does not match {name}={expected} of {type(module).__name__}")
 
 
-def _check_last(module: Any, axis: Axis, shape: tuple[int, ...]) -> None:
-    if len(shape) != 1:
-        raise ValueError(f"normalized_shape={tuple(shape)}: only a norm over the last dimension alone can be sliced")
-    _check_size(module, axis, shape[0], "normalized_shape")
-
-
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype autocast would cast the weight to: take writes it directly, so no full-precision copy is made."""
     kind = "cuda" if x.is_cuda else x.device.type

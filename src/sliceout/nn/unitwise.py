@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..ops import in_place, store_, take, views
 from ..slices import Axis, ConcatAxis, Take
-from .base import Sliced, _attach, _check_last, _check_size
+from .base import Sliced, _attach, _check_size
 
 
 class _Unitwise(Sliced):
@@ -56,7 +56,8 @@ class _BatchNorm(_Unitwise):
                 "call sliceout.off_(model) before you re-estimate batch-norm statistics"
             )
         weight, bias = self._pair(axis)
-        if self.training and mean is not None and var is not None and _is_compiled(axis):
+        updates = self.training and mean is not None and var is not None
+        if updates and torch.compiler.is_compiling() and not isinstance(axis, ConcatAxis):
             # What is 0 and has momentum 1 becomes the statistics of the batch, so none are taken. Inductor would write
             # means and variances in a kernel each, as they share too little to be fused, and the count in a third.
             batch = mean.new_zeros(axis.width), var.new_zeros(axis.width)
@@ -67,7 +68,7 @@ class _BatchNorm(_Unitwise):
         if self.training and tracked is not None:
             tracked.add_(1)
         kept = None
-        if self.training and mean is not None and var is not None and in_place(axis, mean):
+        if updates and in_place(axis, mean):
             kept = self._statistics
             if kept is None or not kept.serves(mean, var):
                 kept = self._statistics = views.InPlace((mean, var))
@@ -75,18 +76,12 @@ class _BatchNorm(_Unitwise):
         else:
             both = [None if t is None else take(t, Take(axis)) for t in (mean, var)]
         training = self.training or mean is None
-        mean_of, var_of = both
-        y = F.batch_norm(x, mean_of, var_of, weight, bias, training, momentum or 0.0, self.eps)  # type: ignore[attr-defined]
+        y = F.batch_norm(x, *both, weight, bias, training, momentum or 0.0, self.eps)  # type: ignore[attr-defined]
         if kept is not None:
             kept.done()
-        elif self.training and mean is not None and var is not None:
+        elif updates:
             store_((mean, var), both, axis)
         return y
-
-
-def _is_compiled(axis: Any) -> bool:
-    """Whether a graph is being compiled, and one slice says which entries of the statistics are kept."""
-    return torch.compiler.is_compiling() and not isinstance(axis, ConcatAxis)
 
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
@@ -123,11 +118,22 @@ class GroupNorm(_Unitwise, nn.GroupNorm):
         return F.group_norm(x, groups, weight, bias, self.eps)
 
 
-class LayerNorm(_Unitwise, nn.LayerNorm):
-    """``nn.LayerNorm`` over a sliced last dimension: mean and variance are those of the kept units."""
+class _LastNorm(_Unitwise):
+    """Norms over a sliced last dimension."""
+
+    normalized_shape: tuple[int, ...]
 
     def bind(self, axes: dict[str, Axis]) -> None:
-        _check_last(self, axes["unit"], self.normalized_shape)
+        shape = self.normalized_shape
+        if len(shape) != 1:
+            raise ValueError(
+                f"normalized_shape={tuple(shape)}: only a norm over the last dimension alone can be sliced"
+            )
+        _check_size(self, axes["unit"], shape[0], "normalized_shape")
+
+
+class LayerNorm(_LastNorm, nn.LayerNorm):
+    """``nn.LayerNorm`` over a sliced last dimension: mean and variance are those of the kept units."""
 
     def forward(self, input: Tensor) -> Tensor:
         axis = self._arrived("unit", input.shape[-1])
@@ -137,11 +143,8 @@ class LayerNorm(_Unitwise, nn.LayerNorm):
         return F.layer_norm(input, (axis.width,), weight, bias, self.eps)
 
 
-class RMSNorm(_Unitwise, nn.RMSNorm):
+class RMSNorm(_LastNorm, nn.RMSNorm):
     """``nn.RMSNorm`` over a sliced last dimension: the mean square is that of the kept units."""
-
-    def bind(self, axes: dict[str, Axis]) -> None:
-        _check_last(self, axes["unit"], self.normalized_shape)
 
     def forward(self, x: Tensor) -> Tensor:
         axis = self._arrived("unit", x.shape[-1])
