@@ -76,7 +76,8 @@ class _BatchNorm(_Unitwise):
         else:
             both = [None if t is None else take(t, Take(axis)) for t in (mean, var)]
         training = self.training or mean is None
-        y = F.batch_norm(x, *both, weight, bias, training, momentum or 0.0, self.eps)  # type: ignore[attr-defined]
+        mean_of, var_of = both
+        y = F.batch_norm(x, mean_of, var_of, weight, bias, training, momentum or 0.0, self.eps)  # type: ignore[attr-defined]
         if kept is not None:
             kept.done()
         elif updates:
