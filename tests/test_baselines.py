@@ -13,8 +13,7 @@ from torch import nn
 
 import sliceout
 from sliceout.conversion.baselines import SCHEMES
-from sliceout.schemes.dropblock import drop_block, seed_rate
-from sliceout.schemes.dropout import DROPS
+from sliceout.schemes.dropout import DROPS, drop_block, seed_rate
 from sliceout_lab.models import build
 from sliceout_lab.models.wide_resnet import WideResNet
 

@@ -20,12 +20,11 @@ from networks import Residual
 from sliceout import Slice
 from sliceout import nn as snn
 from sliceout.nn.attention_numbers import AttentionNumbers
-from sliceout.nn.base import Sliced
+from sliceout.nn.base import Sliced, sliced_subclass
 from sliceout.nn.factory import give_slices_
 from sliceout.nn.foreign import ForeignLayer, ForeignMixing
 from sliceout.nn.mixing import Conv1D
 from sliceout.nn.rotary_values import RotaryValues
-from sliceout.nn.subclass import sliced_subclass
 from sliceout.schemes.dropout import Dropping
 from sliceout.schemes.patch import PatchBlock
 

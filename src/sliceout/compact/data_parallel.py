@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -51,12 +50,13 @@ def _take_over(ddp: Any, module: nn.Module) -> set[Tensor]:
         return set()
     if known.get("_delay_all_reduce_params") or known.get("_use_python_reducer"):
         return set()
+    layers: list[Any] = [m for m in module.modules() if hasattr(m, "_gradient_leaves")]
+    compact = {m._parameters.get(name) for m in layers for name, taken in m.takes().items() if taken.compact}
     names: dict[nn.Parameter, list[str]] = {}
-    for name, p in _compact_parameters(module):
-        if name not in ddp.parameters_to_ignore:
+    for name, p in module.named_parameters(remove_duplicate=False):
+        if p in compact and p.requires_grad and name not in ddp.parameters_to_ignore:
             names.setdefault(p, []).append(name)
-    ours = set(names)
-    left = [p for p in ddp._module_parameters if p.requires_grad and p not in ours]
+    left = [p for p in ddp._module_parameters if p.requires_grad and p not in names]
     if names and not left:  # DDP insists on one
         del names[min(names, key=lambda p: p.numel())]
     if not names or not _drawn_alike(module, ddp.process_group):
@@ -67,18 +67,6 @@ def _take_over(ddp: Any, module: nn.Module) -> set[Tensor]:
     ddp._module_parameters = [p for p in ddp._module_parameters if p not in names]
     ddp._slice_reduction = Reduction(ddp, list(names), ddp._module_parameters)
     return set(names)
-
-
-def _compact_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters whose gradients come slice-sized, under all their names."""
-    found = set()
-    layers: list[Any] = [m for m in module.modules() if hasattr(m, "_gradient_leaves")]
-    for layer in layers:
-        own = layer._parameters
-        found |= {own.get(name) for name, taken in layer.takes().items() if taken.compact}
-    for name, p in module.named_parameters(remove_duplicate=False):
-        if p in found and p.requires_grad:
-            yield name, p
 
 
 def _drawn_alike(module: nn.Module, group: Any) -> bool:
@@ -138,6 +126,9 @@ class Reduction:
         pending = [p for p in self.parameters if id(p) in self.pending]
         self.due = False
         self.pending.clear()
+        for p in pending:
+            if isinstance(p.grad, SlicedGrad) and p.grad.full is not None:
+                p.grad = p.grad.dense()
         if self.ddp.find_unused_parameters:
             pending = self._agreed(pending)
         kinds: dict[Any, list[nn.Parameter]] = {}
@@ -149,51 +140,31 @@ class Reduction:
 
     def _average(self, parameters: list[nn.Parameter]) -> None:
         group = self.ddp.process_group
-        values = [_values(p) for p in parameters]
+        grads: list[Any] = [p.grad for p in parameters]
+        values = [g.values() if isinstance(g, SlicedGrad) else g for g in grads]  # what has to travel
         flat = torch.cat([v.reshape(-1) for v in values]).div_(dist.get_world_size(group))
         dist.all_reduce(flat, group=group)
-        for p, v, part in zip(parameters, values, flat.split([v.numel() for v in values]), strict=True):
-            if isinstance(p.grad, SlicedGrad) and p.grad.full is None:
-                p.grad.replace_(part.view(v.shape))
+        for g, v, part in zip(grads, values, flat.split([v.numel() for v in values]), strict=True):
+            if isinstance(g, SlicedGrad):
+                g.replace_(part.view(v.shape))
             else:
                 v.copy_(part.view(v.shape))
 
     def _agreed(self, pending: list[nn.Parameter]) -> list[nn.Parameter]:
         """What any rank has a gradient of; where the ranks differ in kind, it travels dense."""
-        had = {id(p) for p in pending}
-        mine = torch.tensor([_kind(p) if id(p) in had else 0 for p in self.parameters])
+        kinds = {id(p): 1 if isinstance(p.grad, SlicedGrad) else 2 for p in pending}
+        mine = torch.tensor([kinds.get(id(p), 0) for p in self.parameters])
         extremes = torch.cat([mine, -mine]).to(self.parameters[0].device)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.ddp.process_group)
         most, least = extremes.view(2, -1).tolist()
-        out = []
         for p, high, low in zip(self.parameters, most, least, strict=True):
-            if high == 0:
-                continue
             if high != -low:
-                p.grad = torch.zeros_like(p) if p.grad is None else _dense(p.grad)
-            out.append(p)
-        return out
+                g = p.grad
+                p.grad = torch.zeros_like(p) if g is None else g.dense() if isinstance(g, SlicedGrad) else g
+        return [p for p, high in zip(self.parameters, most, strict=True) if high]
 
 
 def _after_accumulation(reduction: weakref.ref[Reduction], p: Tensor) -> None:
     live = reduction()
     if live is not None:
         live.note(p)
-
-
-def _kind(p: Tensor) -> int:
-    return 1 if isinstance(p.grad, SlicedGrad) and p.grad.full is None else 2
-
-
-def _dense(grad: Tensor) -> Tensor:
-    return grad.dense() if isinstance(grad, SlicedGrad) else grad
-
-
-def _values(p: Tensor) -> Tensor:
-    """What has to travel: the slice, or the whole gradient."""
-    grad = p.grad
-    assert grad is not None
-    if isinstance(grad, SlicedGrad) and grad.full is None:
-        return grad.values()
-    p.grad = _dense(grad)
-    return p.grad

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..ops import library, views
-from ..ops.placement import Placement, TensorSpec, is_channels_last, register_compact_gradient, strides_of
+from ..ops.placement import Placement, TensorSpec, register_compact_gradient, strides_of
 
 
 class SlicedGrad(Tensor):
@@ -73,7 +73,7 @@ class SlicedGrad(Tensor):
         """The whole gradient, as an ordinary tensor."""
         if self.full is not None:
             return self.full
-        values = self.values()
+        values = self.values()  # which may change what ``at`` says
         return library.put(values, TensorSpec.of(self), self.at)
 
     def is_sliced(self) -> bool:
@@ -99,8 +99,7 @@ class SlicedGrad(Tensor):
 
     def like(self, small: Tensor) -> SlicedGrad:
         """A new gradient at the same place, with these values."""
-        spec = TensorSpec(tuple(self.shape), is_channels_last(self), small.dtype)
-        return SlicedGrad(small, spec, Placement(*self.at[:2]), owned=True)
+        return SlicedGrad(small, TensorSpec.of(self)._replace(dtype=small.dtype), Placement(*self.at[:2]), owned=True)
 
     def tolist(self) -> Any:
         return self.dense().tolist()
@@ -120,7 +119,9 @@ class SlicedGrad(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return run(func, args, kwargs or {})
+        known = ON_SLICES.get(func)
+        out = NotImplemented if known is None else known(func, *args, **kwargs or {})
+        return _on_full(func, args, kwargs or {}) if out is NotImplemented else out
 
 
 def same_place(a: SlicedGrad, b: SlicedGrad) -> bool:
@@ -132,16 +133,6 @@ def same_place(a: SlicedGrad, b: SlicedGrad) -> bool:
 
 ON_SLICES: dict[Any, Callable[..., Any]] = {}
 """Operations that are done on the slice alone, because what is zero stays zero: filled in by ``gradient_ops``."""
-
-
-def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func`` of arguments some of which are sliced gradients."""
-    known = ON_SLICES.get(func)
-    if known is not None:
-        out = known(func, *args, **kwargs)
-        if out is not NotImplemented:
-            return out
-    return _on_full(func, args, kwargs)
 
 
 def _on_full(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

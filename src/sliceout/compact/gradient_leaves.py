@@ -45,12 +45,9 @@ def _may_have_a_leaf(p: Tensor) -> bool:
 
 
 def _has_foreign_hooks(p: Tensor) -> bool:
-    return bool(p._backward_hooks) or not all(_is_ours(h) for h in (p._post_accumulate_grad_hooks or {}).values())
-
-
-def _is_ours(hook: Any) -> bool:
-    """Whether a hook is this library's own, which may be called once too often (``data_parallel``)."""
-    return str(getattr(hook, "func", hook).__module__).startswith(f"{__package__}.")
+    """Hooks that are not this library's own: those may be called once too often (``data_parallel``)."""
+    modules = [getattr(hook, "func", hook).__module__ for hook in (p._post_accumulate_grad_hooks or {}).values()]
+    return bool(p._backward_hooks) or not all(str(m).startswith(f"{__package__}.") for m in modules)
 
 
 _excluded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -99,17 +96,13 @@ def _arrive(layer: weakref.ref[Any], name: str, taken: Take, spec: TensorSpec, l
     live = layer()
     if live is None or grad is None:
         return
-    _accumulate(live._parameters[name], SlicedGrad(grad, spec, Placement.now(taken), owned=True))
-
-
-def _accumulate(p: Tensor, grad: Tensor) -> None:
-    """What autograd does with the gradient of a leaf."""
+    p, grad = live._parameters[name], SlicedGrad(grad, spec, Placement.now(taken), owned=True)
     if _has_foreign_hooks(p):  # autograd calls its hooks too: without the gradient, or once more
         raise RuntimeError(
             "sliceout: a parameter with compact gradients has got a hook. Call model.train() after you register hooks, "
             "so that the compiled graph learns of it: the gradient of this parameter will be dense"
         )
-    if p.grad is None:
+    if p.grad is None:  # from here on as autograd does it
         p.grad = grad
     else:
         with torch.no_grad():

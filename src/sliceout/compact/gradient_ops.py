@@ -1,11 +1,12 @@
 """What torch's operations do to a ``SlicedGrad``: those that leave zeros zero work on the slice.
 
-Adding up, factors, norms, limits, casts and zeroing are in the table at the end. Everything else runs on the whole
-gradient (``gradient.run``): right in any case, and if it writes outside the slice the gradient is dense from then on.
+Adding up, factors, norms, limits, casts and zeroing. Everything else runs on the whole gradient:
+right in any case, and if it writes outside the slice the gradient is dense from then on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,10 +17,21 @@ from .gradient import ON_SLICES, SlicedGrad, same_place
 aten = torch.ops.aten
 
 
+def _on(*ops: Any) -> Callable[[Any], Any]:
+    """A decorator: what these operations do to a gradient. ``NotImplemented`` where they need the whole one."""
+
+    def enter(done: Any) -> Any:
+        ON_SLICES.update(dict.fromkeys(ops, done))
+        return done
+
+    return enter
+
+
 def _is_number(x: Any, ndim: int = 1) -> bool:
     return not isinstance(x, Tensor) or (x.numel() == 1 and x.dim() <= ndim and not isinstance(x, SlicedGrad))
 
 
+@_on(aten.detach.default, aten.alias.default)
 def _alias(func: Any, grad: SlicedGrad) -> Any:
     """The same gradient in another wrapper: what is done to one is done to both."""
     out = Tensor._make_wrapper_subclass(  # autograd asks for one for every gradient it stores
@@ -29,6 +41,7 @@ def _alias(func: Any, grad: SlicedGrad) -> Any:
     return out
 
 
+@_on(aten.clone.default)
 def _clone(func: Any, grad: SlicedGrad, *, memory_format: Any = torch.preserve_format) -> Any:
     if grad.full is not None or memory_format is not torch.preserve_format:
         return NotImplemented
@@ -37,6 +50,7 @@ def _clone(func: Any, grad: SlicedGrad, *, memory_format: Any = torch.preserve_f
     return out
 
 
+@_on(aten.new_empty_strided.default)
 def _new(func: Any, grad: SlicedGrad, size: Any, stride: Any, **kwargs: Any) -> Any:
     """What autograd copies a gradient into that somebody else holds too."""
     wanted = (tuple(size), tuple(stride), kwargs.get("dtype") or grad.dtype, kwargs.get("device") or grad.device)
@@ -45,6 +59,7 @@ def _new(func: Any, grad: SlicedGrad, size: Any, stride: Any, **kwargs: Any) -> 
     return grad.like(torch.empty_like(grad.small, dtype=grad.dtype))
 
 
+@_on(aten._to_copy.default)
 def _cast(func: Any, grad: SlicedGrad, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
     elsewhere = device is not None and torch.device(device) != grad.device
     if grad.full is not None or elsewhere or dtype is None or not dtype.is_floating_point:
@@ -52,6 +67,13 @@ def _cast(func: Any, grad: SlicedGrad, *, dtype: Any = None, device: Any = None,
     return grad.like(func(grad.values(), dtype=dtype))
 
 
+_OUT_OF_PLACE = {
+    aten.mul_.Tensor: aten.mul.Tensor, aten.mul_.Scalar: aten.mul.Scalar,
+    aten.div_.Tensor: aten.div.Tensor, aten.div_.Scalar: aten.div.Scalar,
+}  # fmt: skip
+
+
+@_on(*_OUT_OF_PLACE, *_OUT_OF_PLACE.values())
 def _times(func: Any, grad: Any, other: Any, *rest: Any, **kwargs: Any) -> Any:
     """Factors that are one number leave zeros zero."""
     if isinstance(other, SlicedGrad) and func is aten.mul.Tensor:
@@ -68,12 +90,7 @@ def _times(func: Any, grad: Any, other: Any, *rest: Any, **kwargs: Any) -> Any:
     return grad
 
 
-_OUT_OF_PLACE = {
-    aten.mul_.Tensor: aten.mul.Tensor, aten.mul_.Scalar: aten.mul.Scalar,
-    aten.div_.Tensor: aten.div.Tensor, aten.div_.Scalar: aten.div.Scalar,
-}  # fmt: skip
-
-
+@_on(aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor)
 def _plus(func: Any, a: Any, b: Any, *, alpha: Any = 1) -> Any:
     if not (isinstance(a, SlicedGrad) and isinstance(b, SlicedGrad)) or b.full is not None:
         return NotImplemented
@@ -91,6 +108,7 @@ def _plus(func: Any, a: Any, b: Any, *, alpha: Any = 1) -> Any:
     return NotImplemented
 
 
+@_on(aten.copy_.default)
 def _overwrite(func: Any, a: Any, b: Any, *rest: Any) -> Any:
     if not (isinstance(a, SlicedGrad) and isinstance(b, SlicedGrad) and same_place(a, b)):
         return NotImplemented
@@ -98,6 +116,7 @@ def _overwrite(func: Any, a: Any, b: Any, *rest: Any) -> Any:
     return a
 
 
+@_on(aten.zero_.default)
 def _zero(func: Any, grad: SlicedGrad) -> Any:
     if grad._viewed:
         return NotImplemented
@@ -107,29 +126,42 @@ def _zero(func: Any, grad: SlicedGrad) -> Any:
     return grad
 
 
-def _clamp(func: Any, grad: Any, low: Any = None, high: Any = None) -> Any:
+@_on(
+    aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default,
+    aten._foreach_clamp_min_.Scalar, aten._foreach_clamp_max_.Scalar,
+)  # fmt: skip
+def _clamp(func: Any, grad: Any, *limits: Any) -> Any:
     """Limits with zero between them leave zeros zero."""
-    limits = {"min": (low, None), "max": (None, low)}.get(func._schema.name.rpartition("_")[0][-3:], (low, high))
-    if not all(_keeps_zero(*limit) for limit in zip((True, False), limits, strict=True)):
+    low, high = (None, *limits) if "clamp_max" in func._schema.name else (*limits, None, None)[:2]
+    known = all(limit is None or isinstance(limit, (int, float)) for limit in (low, high))
+    if not known or not (low or 0) <= 0 <= (high or 0):
         return NotImplemented
-    if isinstance(grad, SlicedGrad):
-        if grad.full is not None:
-            return NotImplemented
-        func(grad.writable(), *(() if low is None and high is None else (low,) if high is None else (low, high)))
-        return grad
-    return _each(func, grad, low)
+    if not isinstance(grad, SlicedGrad):
+        return _each(func, grad, *limits)
+    if grad.full is not None:
+        return NotImplemented
+    func(grad.writable(), *limits)
+    return grad
 
 
-def _keeps_zero(is_lower: bool, limit: Any) -> bool:
-    return limit is None or (isinstance(limit, (int, float)) and (limit <= 0 if is_lower else limit >= 0))
+@_on(aten.neg.default)
+def _negative(func: Any, grad: SlicedGrad) -> Any:
+    return NotImplemented if grad.full is not None else grad.like(-grad.values())
 
 
+@_on(aten.linalg_vector_norm.default)
 def _norm(func: Any, grad: SlicedGrad, ord: Any = 2, dim: Any = None, *rest: Any, **kwargs: Any) -> Any:
     if grad.full is not None or dim not in (None, []) or float(ord) <= 0 or (rest and rest[0]) or kwargs.get("keepdim"):
         return NotImplemented
     return func(grad.values(), ord, **kwargs)
 
 
+@_on(
+    aten._foreach_norm.Scalar,
+    aten._foreach_mul_.Scalar, aten._foreach_mul_.Tensor, aten._foreach_mul_.ScalarList,
+    aten._foreach_div_.Scalar, aten._foreach_div_.Tensor, aten._foreach_div_.ScalarList,
+    aten._amp_foreach_non_finite_check_and_unscale_.default,
+)  # fmt: skip
 def _each(func: Any, grads: list[Tensor], *args: Any, **kwargs: Any) -> Any:
     """Multi-tensor operations that leave zeros zero, or norms."""
     numbers = [x for arg in args for x in (arg if isinstance(arg, (list, tuple)) else [arg])]
@@ -142,44 +174,7 @@ def _each(func: Any, grads: list[Tensor], *args: Any, **kwargs: Any) -> Any:
     return func([read(g) if isinstance(g, SlicedGrad) else g for g in grads], *args, **kwargs)
 
 
+@_on(aten._foreach_zero_.default)
 def _zero_each(func: Any, grads: list[Tensor]) -> None:
     for g in grads:
         g.zero_()
-
-
-ON_SLICES.update({
-    aten.detach.default: _alias,
-    aten.alias.default: _alias,
-    aten.clone.default: _clone,
-    aten._to_copy.default: _cast,
-    aten.new_empty_strided.default: _new,
-    aten.copy_.default: _overwrite,
-    aten.zero_.default: _zero,
-    aten._foreach_zero_.default: _zero_each,
-    aten.neg.default: lambda func, grad: NotImplemented if grad.full is not None else grad.like(-grad.values()),
-    aten.linalg_vector_norm.default: _norm,
-    **dict.fromkeys((aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor), _plus),
-    **dict.fromkeys(
-        (
-            aten.mul.Tensor, aten.mul_.Tensor, aten.mul.Scalar, aten.mul_.Scalar,
-            aten.div.Tensor, aten.div_.Tensor, aten.div.Scalar, aten.div_.Scalar,
-        ),
-        _times,
-    ),
-    **dict.fromkeys(
-        (
-            aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default,
-            aten._foreach_clamp_min_.Scalar, aten._foreach_clamp_max_.Scalar,
-        ),
-        _clamp,
-    ),
-    **dict.fromkeys(
-        (
-            aten._foreach_norm.Scalar,
-            aten._foreach_mul_.Scalar, aten._foreach_mul_.Tensor, aten._foreach_mul_.ScalarList,
-            aten._foreach_div_.Scalar, aten._foreach_div_.Tensor, aten._foreach_div_.ScalarList,
-            aten._amp_foreach_non_finite_check_and_unscale_.default,
-        ),
-        _each,
-    ),
-})  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -15,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..ops.kernels import entries, find_tile, mapped_entries, pointer_to, run_of, scaled, source, walk
-from ..ops.multi_tensor import Launch, Piece, group_pieces
+from ..ops.multi_tensor import Piece, group_pieces
 
 
 @triton.jit
@@ -169,8 +170,17 @@ class UpdatePlan:
             if self.counted:
                 columns[5] = [int(steps[i]) for i in group.members]
 
-    def launches(self) -> list[Launch]:
-        return [group.launch(*columns) for group, columns in self.groups]
+    def run(
+        self, kernel: Any, *numbers: float, lr: float | Tensor, found_inf: Tensor | None, grad_scale: Tensor | None,
+        maximize: bool, **flags: bool,
+    ) -> None:  # fmt: skip
+        """Update all pieces by a kernel; ``numbers`` and ``flags`` are those of its formula."""
+        flags |= {
+            "LR_LIVES_ON_DEVICE": isinstance(lr, Tensor), "FOUND_INF": found_inf is not None,
+            "GRAD_SCALE": grad_scale is not None, "MAXIMIZE": maximize,
+        }  # fmt: skip
+        for group, columns in self.groups:
+            group.launch(*columns).run(kernel, lr, found_inf, grad_scale, *numbers, **flags)
 
 
 def _dtypes(piece: Piece) -> tuple[torch.dtype, ...]:
@@ -178,44 +188,15 @@ def _dtypes(piece: Piece) -> tuple[torch.dtype, ...]:
 
 
 def adam(
-    updates: UpdatePlan,
-    *,
-    lr: float | Tensor,
-    betas: tuple[float, float],
-    weight_decay: float,
-    eps: float,
-    decoupled: bool,
-    amsgrad: bool,
-    maximize: bool,
-    found_inf: Tensor | None,
-    grad_scale: Tensor | None,
-) -> None:
+    updates: UpdatePlan, *, betas: tuple[float, float], weight_decay: float, eps: float, decoupled: bool, amsgrad: bool,
+    **shared: Any,
+) -> None:  # fmt: skip
     """Adam over the slices of ``full`` and of ``state``; ``small`` is the gradient, ``step`` has been counted up."""
-    for launch in updates.launches():
-        launch.run(
-            _adam_kernel, lr, found_inf, grad_scale, *(1 - b for b in betas),
-            *(math.log2(b) if b else -math.inf for b in betas), weight_decay, eps,
-            LR_LIVES_ON_DEVICE=isinstance(lr, Tensor), STEP_LIVES_ON_DEVICE=not updates.counted,
-            FOUND_INF=found_inf is not None, GRAD_SCALE=grad_scale is not None,
-            DECOUPLED=decoupled, AMSGRAD=amsgrad, MAXIMIZE=maximize,
-        )  # fmt: skip
+    less, log2 = [1 - b for b in betas], [math.log2(b) if b else -math.inf for b in betas]
+    flags = {"STEP_LIVES_ON_DEVICE": not updates.counted, "DECOUPLED": decoupled, "AMSGRAD": amsgrad}
+    updates.run(_adam_kernel, *less, *log2, weight_decay, eps, **flags, **shared)
 
 
-def sgd(
-    updates: UpdatePlan,
-    *,
-    lr: float | Tensor,
-    momentum: float,
-    weight_decay: float,
-    nesterov: bool,
-    maximize: bool,
-    found_inf: Tensor | None,
-    grad_scale: Tensor | None,
-) -> None:
+def sgd(updates: UpdatePlan, *, momentum: float, weight_decay: float, nesterov: bool, **shared: Any) -> None:
     """SGD over the slices of ``full`` and of ``state``; ``small`` is the gradient."""
-    for launch in updates.launches():
-        launch.run(
-            _sgd_kernel, lr, found_inf, grad_scale, momentum, weight_decay,
-            LR_LIVES_ON_DEVICE=isinstance(lr, Tensor), FOUND_INF=found_inf is not None,
-            GRAD_SCALE=grad_scale is not None, MOMENTUM=momentum != 0, NESTEROV=nesterov, MAXIMIZE=maximize,
-        )  # fmt: skip
+    updates.run(_sgd_kernel, momentum, weight_decay, MOMENTUM=momentum != 0, NESTEROV=nesterov, **shared)

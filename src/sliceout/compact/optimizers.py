@@ -74,16 +74,17 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _step_over_slices(optimizer: Optimizer) -> None:
     stepped: Work = []
     for group in optimizer.param_groups:
-        work = [(p, p.grad) for p in group["params"] if isinstance(p.grad, SlicedGrad)]
         update = _update_of(optimizer, group)
-        sliced = [(p, g) for p, g in work if update is not None and g.is_sliced()]
-        kept = {id(p) for p, _ in sliced}
-        for p, g in work:
-            if id(p) not in kept:
-                p.grad = g.dense()
-        if sliced and update is not None:
-            update(optimizer, group, sliced)
-        stepped += sliced
+        work: Work = []
+        for p in group["params"]:
+            if isinstance(p.grad, SlicedGrad):
+                if update is not None and p.grad.is_sliced():
+                    work.append((p, p.grad))
+                else:
+                    p.grad = p.grad.dense()
+        if work and update is not None:
+            update(optimizer, group, work)
+        stepped += work
     for p, _ in stepped:
         p.grad = None  # torch's own step passes over it
     if stepped:
@@ -109,21 +110,18 @@ def _adam(optimizer: Optimizer, group: dict[str, Any], work: Work) -> None:
             dtype = torch.float64 if exact else torch.float32
             state["step"] = torch.zeros((), dtype=dtype, device=p.device if on_device else "cpu")
             state.update({name: torch.zeros_like(p, memory_format=torch.preserve_format) for name in names})
-    if _fused(optimizer, group, work, names):
+    settings = {k: group[k] for k in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
+    betas, decoupled = group["betas"], type(optimizer) is AdamW or group["decoupled_weight_decay"]
+    if _fused(optimizer, work, names, "adam", **settings, betas=betas, decoupled=decoupled) or _overflown(optimizer):
         return
-    found_inf, unscale = _scaler(optimizer)
-    if found_inf:
-        return
-    settings: dict[str, Any] = {"beta1": float(group["betas"][0]), "beta2": float(group["betas"][1])}
-    settings |= {"lr": float(group["lr"])} | {k: group[k] for k in ("weight_decay", "eps", "amsgrad", "maximize")}
-    decoupled = type(optimizer) is AdamW or group["decoupled_weight_decay"]
+    settings |= {"lr": float(group["lr"]), "beta1": float(betas[0]), "beta2": float(betas[1])}
     torch._foreach_add_([optimizer.state[p]["step"] for p, _ in work], 1)
     update: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
     for p, g in work:
         state = optimizer.state[p]
         step = [state["step"].to(p.device, torch.float32)]
         for grad, param, average, square, *highest in _blocks(g, p, *(state[name] for name in names)):
-            update([param], [unscale(grad)], [average], [square], highest, step, **settings)
+            update([param], [_unscaled(optimizer, grad)], [average], [square], highest, step, **settings)
 
 
 def _sgd(optimizer: Optimizer, group: dict[str, Any], work: Work) -> None:
@@ -132,16 +130,13 @@ def _sgd(optimizer: Optimizer, group: dict[str, Any], work: Work) -> None:
         for name in names:
             if optimizer.state[p].get(name) is None:
                 optimizer.state[p][name] = torch.zeros_like(p, memory_format=torch.preserve_format)
-    if _fused(optimizer, group, work, names):
+    settings = {k: group[k] for k in ("lr", "weight_decay", "momentum", "nesterov", "maximize")}
+    if _fused(optimizer, work, names, "sgd", **settings) or _overflown(optimizer):
         return
-    found_inf, unscale = _scaler(optimizer)
-    if found_inf:
-        return
-    settings = {k: group[k] for k in ("weight_decay", "momentum", "nesterov", "maximize")}
     settings |= {"lr": float(group["lr"]), "dampening": 0.0}
     for p, g in work:
         for grad, param, *buffer in _blocks(g, p, *(optimizer.state[p][name] for name in names)):
-            torch._fused_sgd_([param], [unscale(grad)], buffer, is_first_step=False, **settings)
+            torch._fused_sgd_([param], [_unscaled(optimizer, grad)], buffer, is_first_step=False, **settings)
 
 
 _BLOCK = 1 << 17
@@ -168,15 +163,18 @@ def _blocks(g: SlicedGrad, *fulls: Tensor) -> Iterator[list[Tensor]]:
                     piece.copy_(copy)
 
 
-def _scaler(optimizer: Optimizer) -> tuple[bool, Callable[[Tensor], Tensor]]:
-    """What ``GradScaler`` leaves to fused optimizers: whether to skip the step, and how to unscale."""
-    found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
-    if found_inf is not None and bool(found_inf):
-        return True, lambda grad: grad
-    return False, (lambda grad: grad) if scale is None else lambda grad: grad / scale.to(grad.device)
+def _overflown(optimizer: Optimizer) -> bool:
+    """Whether ``GradScaler``, which leaves that to fused optimizers, wants the step to be skipped."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf)
 
 
-def _fused(optimizer: Optimizer, group: dict[str, Any], work: Work, names: list[str]) -> bool:
+def _unscaled(optimizer: Optimizer, grad: Tensor) -> Tensor:
+    scale = getattr(optimizer, "grad_scale", None)
+    return grad if scale is None else grad / scale.to(grad.device)
+
+
+def _fused(optimizer: Optimizer, work: Work, names: list[str], kernel: str, *, lr: Any, **settings: Any) -> bool:
     """Update all slices in one launch, reading starts from device memory; false where there is no kernel for that."""
     if not _on_gpu(p for p, _ in work) or not has_triton():
         return False
@@ -184,15 +182,13 @@ def _fused(optimizer: Optimizer, group: dict[str, Any], work: Work, names: list[
 
     slices = _Slices(optimizer, work, names)
     device, updates = slices.device, slices.updates()
-    betas = group.get("betas", (0.0, 0.0))
-    if updates is None or any(isinstance(b, Tensor) for b in betas) or not tables.possible(device):
+    if updates is None or any(isinstance(b, Tensor) for b in settings.get("betas", ())) or not tables.possible(device):
         if tables.capturing(device):
             raise RuntimeError(
                 "this optimizer step cannot be captured with compact gradients: its slices would be frozen. "
                 "Use sliceout.capture with 32 or 16 bit parameters, or grads='dense'"
             )
         return False
-    lr = group["lr"]
     lr = lr.to(device, torch.float32) if isinstance(lr, Tensor) and lr.is_cuda else float(lr)
     given = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
     found_inf, grad_scale = (None if t is None else t.to(device) for t in given)  # of a scaler on another GPU
@@ -200,18 +196,8 @@ def _fused(optimizer: Optimizer, group: dict[str, Any], work: Work, names: list[
         torch._foreach_add_(steps, 1)
         if found_inf is not None:
             torch._foreach_sub_(steps, [found_inf.to(steps[0].device)] * len(steps))
-    smalls = slices.smalls()
-    updates.refresh(smalls, steps)
-    shared = {
-        "lr": lr, "weight_decay": group["weight_decay"], "maximize": group["maximize"],
-        "found_inf": found_inf, "grad_scale": grad_scale,
-    }  # fmt: skip
-    if type(optimizer) is SGD:
-        kernels.sgd(updates, momentum=group["momentum"], nesterov=group["nesterov"], **shared)
-    else:
-        decoupled = type(optimizer) is AdamW or group["decoupled_weight_decay"]
-        settings = {"betas": betas, "eps": group["eps"], "amsgrad": group["amsgrad"], "decoupled": decoupled}
-        kernels.adam(updates, **settings, **shared)
+    updates.refresh(slices.smalls(), steps)
+    getattr(kernels, kernel)(updates, lr=lr, found_inf=found_inf, grad_scale=grad_scale, **settings)
     return True
 
 
@@ -232,7 +218,9 @@ class _Slices:
         key = id(self.params[0])
         if key not in self.kept or self.kept[key][0] != self._key():
             for p, s in zip(self.params, self.state, strict=True):
-                _lay_out_alike(p, s, self.names)
+                for name in self.names:  # the format may have changed since, or be that of a checkpoint
+                    if s[name].stride() != p.stride() and is_channels_last(s[name]) != is_channels_last(p):
+                        s[name] = s[name].contiguous(memory_format=memory_format(p))
             self.kept[key] = self._key(), self._prepare() if self._fit() else None
         return self.kept[key][1]
 
@@ -240,12 +228,13 @@ class _Slices:
         """The gradients, each laid out as its parameter."""
         return [g.small.contiguous(memory_format=memory_format(p)) for p, g in self.work]
 
+    def _fulls(self) -> list[Tensor]:
+        return [*self.params, *(s[name] for s in self.state for name in self.names)]
+
     def _key(self) -> list[Any]:
         """All that the kernel's table says, and whether there can be one."""
-        smalls = [g.small for g in self.grads]
-        fulls = [*self.params, *(s[name] for s in self.state for name in self.names), *self.steps]
         return [
-            *address_key(fulls), *layout_key(smalls),
+            *address_key([*self._fulls(), *self.steps]), *layout_key([g.small for g in self.grads]),
             *((self._place(g.at.rows), self._place(g.at.cols), g.at.gain) for g in self.grads),
             *(t if t is None else t.data_ptr() for g in self.grads for t in g.at[3:]),
         ]  # fmt: skip
@@ -261,14 +250,11 @@ class _Slices:
     def _fit(self) -> bool:
         from ..ops.multi_tensor import supports
 
+        fulls = self._fulls()
         return (
-            all(
-                p.dtype != torch.float64
-                and p.device == self.device
-                and supports(p)
-                and all(s[n].device == self.device and supports(s[n]) for n in self.names)
-                for p, s in zip(self.params, self.state, strict=True)
-            )
+            all(p.dtype != torch.float64 for p in self.params)
+            and all(t.device == self.device for t in fulls)
+            and supports(*fulls)
             and len({s.device for s in self.steps}) < 2
             and all(s.is_cpu or (s.device == self.device and s.dtype == torch.float32) for s in self.steps)
         )
@@ -287,10 +273,3 @@ class _Slices:
 
 def _on_gpu(tensors: Iterable[Tensor]) -> bool:
     return all(t.is_cuda for t in tensors)
-
-
-def _lay_out_alike(p: Tensor, state: dict[str, Any], names: list[str]) -> None:
-    """Bring state into the memory format of its parameter, which may have changed since, or be that of a checkpoint."""
-    for name in names:
-        if state[name].stride() != p.stride() and is_channels_last(state[name]) != is_channels_last(p):
-            state[name] = state[name].contiguous(memory_format=memory_format(p))

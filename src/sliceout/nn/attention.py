@@ -30,7 +30,6 @@ class MultiheadAttention(Sliced, nn.MultiheadAttention):
         torch.Size([2, 5, 32])
     """
 
-    _plain = nn.MultiheadAttention
     roles = ("qk", "v", "heads")
 
     def bind(self, axes: dict[str, Axis]) -> None:
@@ -68,7 +67,7 @@ class MultiheadAttention(Sliced, nn.MultiheadAttention):
         elif not self.batch_first:
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))
         (wq, bq), (wk, bk), (wv, bv), wo = self._small(query)
-        heads = self._heads()
+        heads = self.axes["heads"].slice.width if "heads" in self.axes else self.num_heads
         q, k, v = (
             F.linear(x, w, b).unflatten(-1, (heads, -1)).transpose(1, 2)
             for x, w, b in ((query, wq, bq), (key, wk, bk), (value, wv, bv))
@@ -93,10 +92,6 @@ class MultiheadAttention(Sliced, nn.MultiheadAttention):
         axis = self.axes.get(role) or self.axes.get("heads")
         return axis if axis is not None and axis.slice.sliced else None
 
-    def _heads(self) -> int:
-        axis = self.axes.get("heads")
-        return self.num_heads if axis is None else axis.slice.width
-
     def _small(self, like: Tensor) -> Any:
         """The kept part of the three input projections and of the output projection's weight."""
         dtype = None if self.out_proj.weight.dtype == torch.float64 else _autocast_dtype(like)
@@ -118,9 +113,8 @@ class MultiheadAttention(Sliced, nn.MultiheadAttention):
             attn_mask = _additive(attn_mask, q)
             if attn_mask.dim() == 3:
                 attn_mask = attn_mask.unflatten(0, (-1, self.num_heads))
-                heads = self.axes.get("heads")
-                if heads is not None:
-                    attn_mask = take(attn_mask, Take(None, heads.slice.axis()))
+                if "heads" in self.axes:
+                    attn_mask = take(attn_mask, Take(None, self.axes["heads"].slice.axis()))
             masks.append(attn_mask)
         if padding is not None:
             masks.append(_additive(padding, q)[:, None, None, :])

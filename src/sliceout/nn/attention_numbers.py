@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..slices import Slice
-from .substitutes import Substituting, substitute_
+from .foreign import Substituting, substitute_
 
 
 class WidthPower(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
 from typing import Any
@@ -14,7 +15,6 @@ from .. import compact, drawing, stepping
 from ..compact import gradient_leaves
 from ..ops import GradientLeaf
 from ..slices import Axis, ConcatAxis, Slice, Take
-from .subclass import empty_layer
 
 
 class _Signature:
@@ -38,7 +38,7 @@ class Sliced:
     __signature__ = _Signature()
 
     _plain: type[nn.Module]
-    """The class this one adds slices to; :func:`plain_` goes back to it."""
+    """The class this one adds slices to, its last base; :func:`plain_` goes back to it."""
 
     _name_prefix = "Sliced"
     """How the names of classes begin that ``sliced_subclass`` makes of this one."""
@@ -58,6 +58,12 @@ class Sliced:
 
     _gradient_leaves: dict[str, GradientLeaf] = {}  # noqa: RUF012 (replaced, never changed)
     """What receives compact gradients in compiled graphs; see ``sliceout.compact.gradient_leaves``."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        plain: Any = cls.__bases__[-1]
+        if not issubclass(plain, Sliced) and not hasattr(cls, "_plain"):
+            cls._plain = plain
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = {role: kwargs.pop(_argument(role), None) for role in self.roles}
@@ -108,8 +114,8 @@ class Sliced:
         return self._without_made_anew(super().__getstate__())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        parts = vars(type(self)).get("_made_from")  # a class made on the fly cannot be pickled by name
-        return super().__reduce_ex__(protocol) if parts is None else (empty_layer, parts, self.__getstate__())
+        parts = vars(type(self)).get("_made_from")
+        return super().__reduce_ex__(protocol) if parts is None else (_empty_layer, parts, self.__getstate__())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo[id(self)] = type(self).__new__(type(self))  # as parametrized layers do it, which refuse to pickle
@@ -167,6 +173,32 @@ class Sliced:
         return axis
 
 
+def sliced_subclass(plain: type[nn.Module], *sliced: type, **attributes: Any) -> type[nn.Module]:
+    """The subclass of ``plain`` that puts ``sliced`` in front of it; the same one whenever it is asked for.
+
+    No module holds it by name, so it cannot be pickled by name: what it was made from is pickled instead.
+
+    Args:
+        plain: the class that ``plain_`` returns to.
+        sliced: subclasses of ``Sliced``, in the order in which Python shall look methods up.
+        attributes: further class attributes: values that can be hashed and pickled. What else the class needs
+            (properties, code), ``__init_subclass__`` makes from them.
+    """
+    return _make(plain, sliced, tuple(attributes.items()))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _make(plain: Any, sliced: Any, attributes: Any) -> type[nn.Module]:
+    body = {"_plain": plain, "_made_from": (plain, sliced, attributes), "__doc__": plain.__doc__, **dict(attributes)}
+    return type(f"{sliced[0]._name_prefix}{plain.__name__}", (*sliced, plain), body)
+
+
+def _empty_layer(*made_from: Any) -> nn.Module:
+    """A layer of the class that was made from these, for ``pickle`` to fill."""
+    made = _make(*made_from)
+    return made.__new__(made)
+
+
 def watch(layer: Any) -> None:
     """Draw the slices of this layer after every optimizer step that updates it."""
     drawing.register(layer)
@@ -212,12 +244,6 @@ def _check_size(module: Any, axis: Axis | None, expected: int, name: str) -> Non
     if axis is not None and axis.size != expected:
         what = f"slice of size {axis.slice.size}" + (f" (axis of {axis.size})" if axis.size != axis.slice.size else "")
         raise ValueError(f"{what} does not match {name}={expected} of {type(module).__name__}")
-
-
-def _check_last(module: Any, axis: Axis, shape: tuple[int, ...]) -> None:
-    if len(shape) != 1:
-        raise ValueError(f"normalized_shape={tuple(shape)}: only a norm over the last dimension alone can be sliced")
-    _check_size(module, axis, shape[0], "normalized_shape")
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:

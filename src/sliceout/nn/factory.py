@@ -10,9 +10,8 @@ from .. import drawing
 from ..slices import Axis
 from . import mixing, unitwise
 from .attention import MultiheadAttention
-from .base import Sliced, _argument, _axes, adopt, place_after_loading
+from .base import Sliced, _argument, _axes, adopt, place_after_loading, sliced_subclass
 from .foreign import slice_foreign_
-from .subclass import sliced_subclass
 
 _SLICED = (*mixing.LAYERS, *unitwise.LAYERS)
 _DUCKS = {("transformers", "Conv1D"): mixing.Conv1D, ("timm", "LayerScale"): unitwise.LayerScale}

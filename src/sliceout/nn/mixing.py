@@ -50,8 +50,6 @@ class Linear(Mixing, nn.Linear):
         torch.Size([5, 4])
     """
 
-    _plain = nn.Linear
-
     def bind(self, axes: dict[str, Axis]) -> None:
         _check_size(self, axes.get("in"), self.in_features, "in_features")
         _check_size(self, axes.get("out"), self.out_features, "out_features")
@@ -73,7 +71,6 @@ class Linear(Mixing, nn.Linear):
 class Conv1D(Mixing, nn.Module):
     """GPT-2's ``Conv1D(nf, nx)``: a linear layer whose weight is stored as ``[nx, nf]``."""
 
-    _plain = nn.Module
     transposed = True
 
     def __init__(self, nf: int, nx: int, *, in_slice: Any = None, out_slice: Any = None) -> None:
@@ -169,8 +166,6 @@ def _whole_groups(axes: dict[str, Axis], groups: int) -> bool:
 class Conv1d(Conv, nn.Conv1d):
     """``nn.Conv1d`` with slices on its channels."""
 
-    _plain = nn.Conv1d
-
 
 class Conv2d(Conv, nn.Conv2d):
     """``nn.Conv2d`` with slices on its channels.
@@ -183,13 +178,9 @@ class Conv2d(Conv, nn.Conv2d):
         torch.Size([1, 4, 3, 3])
     """
 
-    _plain = nn.Conv2d
-
 
 class Conv3d(Conv, nn.Conv3d):
     """``nn.Conv3d`` with slices on its channels."""
-
-    _plain = nn.Conv3d
 
 
 LAYERS = (Linear, Conv1d, Conv2d, Conv3d)

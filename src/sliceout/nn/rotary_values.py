@@ -17,8 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..slices import Slice
-from .base import Sliced, adopt
-from .subclass import sliced_subclass
+from .base import Sliced, adopt, sliced_subclass
 
 
 class RotaryValues(Sliced):
@@ -65,30 +64,22 @@ def _rewritten_forward(plain: Any, projection: str) -> Any:
     for argument in ast.walk(function.args):
         if isinstance(argument, ast.arg):
             argument.annotation = None
-    change = _Change(projection)
-    change.visit(function)
-    if change.count != 1:
+    calls = [node for node in ast.walk(function) if _views(node, projection)]
+    if len(calls) != 1:
         return None
+    call: Any = calls[0]
+    call.args.insert(0, call.func.value)
+    call.func = ast.Attribute(ast.Name("self", ast.Load()), "_by_head", ast.Load())
     ast.fix_missing_locations(tree)
     made: dict[str, Any] = {}
     exec(compile(tree, inspect.getfile(forward), "exec"), forward.__globals__, made)
     return made["forward"]
 
 
-class _Change(ast.NodeTransformer):
-    """``self.<projection>(...).view(...)`` -> ``self._by_head(self.<projection>(...), ...)``."""
-
-    def __init__(self, projection: str) -> None:
-        self.projection = projection
-        self.count = 0
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        if not (isinstance(node.func, ast.Attribute) and node.func.attr in ("view", "reshape")):
-            return node
-        inner = node.func.value
-        if isinstance(inner, ast.Call) and ast.unparse(inner.func) == f"self.{self.projection}":
-            self.count += 1
-            method = ast.Attribute(ast.Name("self", ast.Load()), "_by_head", ast.Load())
-            return ast.Call(method, [inner, *node.args], node.keywords)
-        return node
+def _views(node: ast.AST, projection: str) -> bool:
+    """Whether it is ``self.<projection>(...).view(...)``."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+        return False
+    inner = node.func.value
+    projects = isinstance(inner, ast.Call) and ast.unparse(inner.func) == f"self.{projection}"
+    return projects and node.func.attr in ("view", "reshape")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..ops import in_place, store_, take, views
 from ..slices import Axis, ConcatAxis, Take
-from .base import Sliced, _attach, _check_last, _check_size
+from .base import Sliced, _attach, _check_size
 
 
 class _Unitwise(Sliced):
@@ -56,7 +56,8 @@ class _BatchNorm(_Unitwise):
                 "call sliceout.off_(model) before you re-estimate batch-norm statistics"
             )
         weight, bias = self._pair(axis)
-        if self.training and mean is not None and var is not None and _is_compiled(axis):
+        updates = self.training and mean is not None and var is not None
+        if updates and torch.compiler.is_compiling() and not isinstance(axis, ConcatAxis):
             # What is 0 and has momentum 1 becomes the statistics of the batch, so none are taken. Inductor would write
             # means and variances in a kernel each, as they share too little to be fused, and the count in a third.
             batch = mean.new_zeros(axis.width), var.new_zeros(axis.width)
@@ -67,7 +68,7 @@ class _BatchNorm(_Unitwise):
         if self.training and tracked is not None:
             tracked.add_(1)
         kept = None
-        if self.training and mean is not None and var is not None and in_place(axis, mean):
+        if updates and in_place(axis, mean):
             kept = self._statistics
             if kept is None or not kept.serves(mean, var):
                 kept = self._statistics = views.InPlace((mean, var))
@@ -79,38 +80,25 @@ class _BatchNorm(_Unitwise):
         y = F.batch_norm(x, mean_of, var_of, weight, bias, training, momentum or 0.0, self.eps)  # type: ignore[attr-defined]
         if kept is not None:
             kept.done()
-        elif self.training and mean is not None and var is not None:
+        elif updates:
             store_((mean, var), both, axis)
         return y
-
-
-def _is_compiled(axis: Any) -> bool:
-    """Whether a graph is being compiled, and one slice says which entries of the statistics are kept."""
-    return torch.compiler.is_compiling() and not isinstance(axis, ConcatAxis)
 
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
     """``nn.BatchNorm1d`` over a sliced axis."""
 
-    _plain = nn.BatchNorm1d
-
 
 class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
     """``nn.BatchNorm2d`` over a sliced axis."""
-
-    _plain = nn.BatchNorm2d
 
 
 class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
     """``nn.BatchNorm3d`` over a sliced axis."""
 
-    _plain = nn.BatchNorm3d
-
 
 class GroupNorm(_Unitwise, nn.GroupNorm):
     """``nn.GroupNorm`` over a slice of whole groups, or over the same slice inside every group."""
-
-    _plain = nn.GroupNorm
 
     def bind(self, axes: dict[str, Axis]) -> None:
         axis = axes["unit"]
@@ -131,13 +119,22 @@ class GroupNorm(_Unitwise, nn.GroupNorm):
         return F.group_norm(x, groups, weight, bias, self.eps)
 
 
-class LayerNorm(_Unitwise, nn.LayerNorm):
-    """``nn.LayerNorm`` over a sliced last dimension: mean and variance are those of the kept units."""
+class _LastNorm(_Unitwise):
+    """Norms over a sliced last dimension."""
 
-    _plain = nn.LayerNorm
+    normalized_shape: tuple[int, ...]
 
     def bind(self, axes: dict[str, Axis]) -> None:
-        _check_last(self, axes["unit"], self.normalized_shape)
+        shape = self.normalized_shape
+        if len(shape) != 1:
+            raise ValueError(
+                f"normalized_shape={tuple(shape)}: only a norm over the last dimension alone can be sliced"
+            )
+        _check_size(self, axes["unit"], shape[0], "normalized_shape")
+
+
+class LayerNorm(_LastNorm, nn.LayerNorm):
+    """``nn.LayerNorm`` over a sliced last dimension: mean and variance are those of the kept units."""
 
     def forward(self, input: Tensor) -> Tensor:
         axis = self._arrived("unit", input.shape[-1])
@@ -147,13 +144,8 @@ class LayerNorm(_Unitwise, nn.LayerNorm):
         return F.layer_norm(input, (axis.width,), weight, bias, self.eps)
 
 
-class RMSNorm(_Unitwise, nn.RMSNorm):
+class RMSNorm(_LastNorm, nn.RMSNorm):
     """``nn.RMSNorm`` over a sliced last dimension: the mean square is that of the kept units."""
-
-    _plain = nn.RMSNorm
-
-    def bind(self, axes: dict[str, Axis]) -> None:
-        _check_last(self, axes["unit"], self.normalized_shape)
 
     def forward(self, x: Tensor) -> Tensor:
         axis = self._arrived("unit", x.shape[-1])
@@ -165,8 +157,6 @@ class RMSNorm(_Unitwise, nn.RMSNorm):
 class PReLU(_Unitwise, nn.PReLU):
     """``nn.PReLU`` with one parameter per unit of a sliced dimension 1."""
 
-    _plain = nn.PReLU
-
     def bind(self, axes: dict[str, Axis]) -> None:
         _check_size(self, axes["unit"], self.num_parameters, "num_parameters")
 
@@ -177,8 +167,6 @@ class PReLU(_Unitwise, nn.PReLU):
 
 class LayerScale(_Unitwise, nn.Module):
     """``x * gamma``, one learned factor per unit of the last dimension; also what timm's ``LayerScale`` becomes."""
-
-    _plain = nn.Module
 
     def __init__(self, dim: int, init_values: float = 1e-5, inplace: bool = False, *, slice: Any = None) -> None:
         nn.Module.__init__(self)
@@ -209,25 +197,17 @@ class _Dropout(Sliced):
 class Dropout(_Dropout, nn.Dropout):
     """``nn.Dropout`` that rests while its slice is on."""
 
-    _plain = nn.Dropout
-
 
 class Dropout1d(_Dropout, nn.Dropout1d):
     """``nn.Dropout1d`` that rests while its slice is on."""
-
-    _plain = nn.Dropout1d
 
 
 class Dropout2d(_Dropout, nn.Dropout2d):
     """``nn.Dropout2d`` that rests while its slice is on."""
 
-    _plain = nn.Dropout2d
-
 
 class Dropout3d(_Dropout, nn.Dropout3d):
     """``nn.Dropout3d`` that rests while its slice is on."""
-
-    _plain = nn.Dropout3d
 
 
 LAYERS = (

@@ -30,8 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import stepping
-from ..nn.base import Sliced, adopt
-from ..nn.subclass import sliced_subclass
+from ..nn.base import Sliced, adopt, sliced_subclass
 from ..ops import host_knows_start
 from ..ops.placement import is_channels_last
 from ..slices import Slice
@@ -115,7 +114,7 @@ def cut(x: Tensor, row: Side, col: Side) -> Tensor:
     if host_knows_start(x):
         top, left = row.start_on_host * row.stride, col.start_on_host * col.stride
         return x[..., top : top + row.reads_width, left : left + col.reads_width]
-    return _Cut.apply(x, row.start * row.stride, col.start * col.stride, (row.reads_width, col.reads_width))
+    return _Move.apply(x, row.start * row.stride, col.start * col.stride, (row.reads_width, col.reads_width), False)
 
 
 def paste(small: Tensor, row: Side, col: Side) -> Tensor:
@@ -123,7 +122,7 @@ def paste(small: Tensor, row: Side, col: Side) -> Tensor:
     if host_knows_start(small):
         top, left = row.start_on_host, col.start_on_host
         return F.pad(small, (left, col.size - left - col.width, top, row.size - top - row.width))
-    return _Paste.apply(small, row.start, col.start, (row.size, col.size))
+    return _Move.apply(small, row.start, col.start, (row.size, col.size), True)
 
 
 def scaled(small: Tensor, row: Side, col: Side) -> Tensor:
@@ -137,43 +136,30 @@ def _factors(s: Slice) -> Tensor:
     return torch.ones_like(units, dtype=torch.float64) if s.scale is None else s.scale[units]
 
 
-class _Cut(torch.autograd.Function):
-    """Starts are data, so that one graph serves all; both directions gather, so that no two writes meet."""
+class _Move(torch.autograd.Function):
+    """A window out of a map, or ``back`` into one of zeros: each is the gradient of the other.
+
+    Starts are data, so that one graph serves all; both directions gather, so that no two writes meet.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, top: Tensor, left: Tensor, shape: tuple[int, int]) -> Tensor:
-        ctx.full = x.shape[-2:]
+    def forward(ctx: Any, x: Tensor, top: Tensor, left: Tensor, shape: tuple[int, int], back: bool) -> Tensor:
+        ctx.shape, ctx.back = x.shape[-2:], back
         ctx.save_for_backward(top, left)
-        rows, cols = (
-            at.to(x.device) + torch.arange(n, device=x.device) for at, n in zip((top, left), shape, strict=True)
-        )
-        return _as(x, x[..., rows[:, None], cols])
+        places = zip((top, left), (torch.arange(n, device=x.device) for n in shape), strict=True)
+        rows, cols = (i - at.to(x.device) if back else i + at.to(x.device) for at, i in places)
+        if back:
+            height, width = ctx.shape
+            inside = ((rows >= 0) & (rows < height))[:, None] & (cols >= 0) & (cols < width)
+            full = x[..., rows.clamp(0, height - 1)[:, None], cols.clamp(0, width - 1)]
+            moved = torch.where(inside, full, full.new_zeros(()))
+        else:
+            moved = x[..., rows[:, None], cols]
+        return moved.contiguous(memory_format=torch.channels_last) if is_channels_last(x) else moved
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Paste.apply(grad, *ctx.saved_tensors, ctx.full), None, None, None
-
-
-class _Paste(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, small: Tensor, top: Tensor, left: Tensor, shape: tuple[int, int]) -> Tensor:
-        ctx.shape = small.shape[-2:]
-        ctx.save_for_backward(top, left)
-        height, width = ctx.shape
-        rows, cols = (
-            torch.arange(n, device=small.device) - at.to(small.device) for at, n in zip((top, left), shape, strict=True)
-        )
-        inside = ((rows >= 0) & (rows < height))[:, None] & (cols >= 0) & (cols < width)
-        full = small[..., rows.clamp(0, height - 1)[:, None], cols.clamp(0, width - 1)]
-        return _as(small, torch.where(inside, full, full.new_zeros(())))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Cut.apply(grad, *ctx.saved_tensors, ctx.shape), None, None, None
-
-
-def _as(like: Tensor, t: Tensor) -> Tensor:
-    return t.contiguous(memory_format=torch.channels_last) if is_channels_last(like) else t
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _Move.apply(grad, *ctx.saved_tensors, ctx.shape, not ctx.back), None, None, None, None
 
 
 # -- residual blocks ---------------------------------------------------------------------------------------------------
@@ -187,28 +173,25 @@ class PatchBlock(Sliced):
     _form: Form
 
     def forward(self, x: Tensor) -> Tensor:
-        row, col = self.slices
+        sides: Any = self.slices
+        row, col = sides
         if not self.training or not (row.sliced or col.sliced):
             return super().forward(x)  # type: ignore[misc, no-any-return]
         if not torch.compiler.is_compiling() and not row.owner.drawn:
             stepping.check_drawn(row.owner, next(self.parameters()))  # type: ignore[attr-defined]
-        return windowed(self, self._form, x, row, col)
-
-
-def windowed(block: Any, form: Form, x: Tensor, row: Any, col: Any) -> Tensor:
-    """What a residual block computes while its branch sees a window only."""
-    y, shortcut = form.enter(block, x)
-    if tuple(y.shape[-2:]) != (row.reads, col.reads):
-        raise ValueError(
-            f"this block reads a map of {'x'.join(map(str, y.shape[-2:]))}, but its window was made for "
-            f"{row.reads}x{col.reads}: convert_ with example_inputs of the size that you train on"
-        )
-    branch, gain = form.branch(block, cut(y, row, col)), 1.0
-    if row.gain is None or col.gain is None:
-        branch = scaled(branch, row, col)
-    else:
-        gain = row.gain * col.gain
-    return form.leave(block, torch.add(shortcut, paste(branch, row, col), alpha=gain))
+        form = self._form
+        y, shortcut = form.enter(self, x)
+        if tuple(y.shape[-2:]) != (row.reads, col.reads):
+            raise ValueError(
+                f"this block reads a map of {'x'.join(map(str, y.shape[-2:]))}, but its window was made for "
+                f"{row.reads}x{col.reads}: convert_ with example_inputs of the size that you train on"
+            )
+        branch, gain = form.branch(self, cut(y, row, col)), 1.0
+        if row.gain is None or col.gain is None:
+            branch = scaled(branch, row, col)
+        else:
+            gain = row.gain * col.gain
+        return form.leave(self, torch.add(shortcut, paste(branch, row, col), alpha=gain))
 
 
 def patch_(block: nn.Module, form: Form, row: Side, col: Side) -> nn.Module:
