@@ -390,6 +390,14 @@ def test_the_library_declares_what_it_computes():
     )
 
 
+def test_on_a_gpu_a_slice_that_no_layer_has_is_taken_by_itself(monkeypatch):
+    """Nobody draws it, so there is no model whose slices could be fetched with it."""
+    monkeypatch.setattr(prefetch, "usable", lambda full: True)
+    s = Slice(8, sampling="window")
+    full = torch.randn(8)
+    assert torch.equal(take(full, Take(s.axis())), full[s.kept])
+
+
 def test_eager_code_on_a_gpu_does_without_triton(monkeypatch):
     """Slices are then taken one by one, as views."""
 
