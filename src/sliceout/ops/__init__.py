@@ -82,7 +82,7 @@ def take(full: Tensor, t: Take, dtype: torch.dtype | None = None, leaf: Gradient
             raise ValueError(
                 f"dimension {dim} of shape {tuple(full.shape)} does not match {axis}, which covers {axis.size}"
             )
-    if t.simple and host_knows_start(full):
+    if host_knows_start(full) and t.simple:
         compact = t.compact and full.is_leaf and not views.transformed()
         return views.take_with_grad(full, Placement.now(t), dtype or full.dtype, compact)
     args = (
