@@ -59,6 +59,11 @@ def take(full: Tensor, t: Take, dtype: torch.dtype | None) -> Tensor | None:
     if where[1] and not tables.possible(full.device):
         if plan is not None:
             plan.release()  # what waits holds nodes of an earlier pass, and those wait for its stream, not the captured
+        if t.compact and full.requires_grad and full.is_leaf and _tracking():
+            raise RuntimeError(
+                "this step cannot be captured with compact gradients: its slices would be frozen. "
+                "Use sliceout.capture, or grads='dense'"
+            )
         return None
     if plan is None:
         plan = plan_of(owner)
