@@ -1,7 +1,7 @@
 """Steps of several networks that take turns in one process, for cases that wait for the host.
 
     python benchmarks/turns.py --out results/h200-turns.json
-    python benchmarks/turns.py --ways --modes eager --out results/h200-ways.json
+    python benchmarks/turns.py --ways --modes eager compiled --out results/h200-ways.json
 
 How fast a shared machine's host is changes from process to process and from second to second, by more than what is to
 be measured. Here all networks meet the same host: each runs a few steps, then the next one, over and over; what counts
@@ -30,7 +30,7 @@ from sliceout.cli.measure import WARMUP
 from sliceout.cli.work import set_precision, step_of
 from sliceout.compact import optimizers
 from sliceout.nn import unitwise
-from sliceout.ops import prefetch, without_views
+from sliceout.ops import prefetch, reference, without_views
 from sliceout_lab import machine
 from sliceout_lab.bench.networks import PaperWork
 
@@ -42,14 +42,18 @@ def replaced(module: Any, name: str, value: Any) -> Callable[[], Any]:
     return lambda: mock.patch.object(module, name, value)
 
 
-WAYS: dict[str, Callable[[], Any]] = {
+EAGER_WAYS: dict[str, Callable[[], Any]] = {
     "sliceout, no prefetch": replaced(prefetch, "usable", lambda full: False),
     "sliceout, no views": without_views,
     "sliceout, no views of statistics": replaced(unitwise, "in_place", lambda rows, full: False),
     "sliceout compact, no fused updates": replaced(optimizers, "_on_gpu", lambda tensors: False),
     "sliceout compact, no prefetch": replaced(prefetch, "usable", lambda full: False),
 }
-"""What is switched off."""
+"""What is switched off in eager code."""
+COMPILED_WAYS: dict[str, Callable[[], Any]] = {
+    "sliceout, no registered take": replaced(torch.ops.sliceout, "take", lambda *args: reference.take(*args[:8])),
+}
+"""What is switched off in compiled code."""
 AT_ONCE = 10
 """Steps of a turn."""
 
@@ -63,7 +67,8 @@ def measure(
     torch.backends.cudnn.benchmark = True
     torch._dynamo.reset()
     steps = {}
-    contexts = {**dict.fromkeys(SCHEMES, contextlib.nullcontext), **(WAYS if ways else {})}
+    switched_off = EAGER_WAYS if mode == "eager" else COMPILED_WAYS
+    contexts = {**dict.fromkeys(SCHEMES, contextlib.nullcontext), **(switched_off if ways else {})}
     for name, context in contexts.items():
         kind = name.split(",")[0]
         case = Case(model, batch, kind.split()[0], 0.5, mode, precision, **SCHEMES[kind])
