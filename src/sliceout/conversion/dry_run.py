@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ..nn.base import Sliced
+from ..nn.factory import plain_
 from ..slices import Slice
 from . import inputs, recipes
 from .groups import Group, misaligned, skip_partners
 from .reasons import Skip
-from .trace import CurrentModule, RuleError, Trace, identify, meta_copy, trace
+from .trace import RuleError, Trace, identify, meta_copy, trace
 
 log = logging.getLogger(__name__)
 
@@ -65,13 +67,21 @@ class DryRun:
         except Exception as error:
             return self._failure("", error)
         apply(shadow)
-        current = CurrentModule(shadow)
+        stack = [""]
         try:
-            return trace(shadow, *self.call, current)
+            return trace(shadow, *self.call, stack)
         except RuleError:
             raise
         except Exception as error:
-            return self._failure(current.name, error)
+            return self._failure(stack[-1], error)
+
+    def finish(self, apply: Callable[[nn.Module], Any]) -> Any:
+        """Do to the model what was tried on copies of it; if that fails, the model is as it was before."""
+        try:
+            return apply(self.model)
+        except BaseException:
+            all_plain_(self.model)
+            raise
 
     def _failure(self, module: str, error: Exception) -> Failure:
         log.debug("%s on %s failed in %r", _shapes(self.call), self.device, module, exc_info=error)
@@ -130,6 +140,13 @@ class DryRun:
         for group in (g for g in chosen if g.reason is not None):
             log.debug("dropped after a trial: %s: %s", group.name, group.reason)
         return tried if isinstance(tried, Trace) else self.trace
+
+
+def all_plain_(model: nn.Module) -> nn.Module:
+    """Take the slices of all its modules away, in place."""
+    for module in [m for m in model.modules() if isinstance(m, Sliced)]:
+        plain_(module)  # type: ignore[arg-type]
+    return model
 
 
 def _kind(group: Group) -> Any:

@@ -1,24 +1,30 @@
-"""convert_(scheme="patch"): find the residual blocks of a model, and give each a window of the map it really sees."""
+"""convert_(scheme="patch"): recognise the residual blocks of a model, and give each a window of the map it sees.
+
+A block is recognised by the names of its layers, and then by what it computes.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..drawing import Slices
-from ..schemes.patch import Side, patch_, window
+from ..schemes import SCHEMES
+from ..schemes.patch import Side, patch_
 from ..schemes.residual_blocks import Form
 from .dry_run import DryRun, Failure
 from .groups import Group, Member
 from .options import Filter, Rate, matches, rate_of
 from .reasons import FILTERED, FROZEN, Reason, Skip
 from .report import Report, Row
-from .residual_blocks import looks_residual, recognise
-from .trace import Trace
+from .trace import Trace, meta_copy, size
 
 log = logging.getLogger(__name__)
 
@@ -26,78 +32,64 @@ Windows = Callable[[], tuple[Side, Side]]
 """Makes the sides of a block's window."""
 
 
-def patch_blocks_(
-    model: nn.Module,
-    rate: Rate,
-    *,
-    norm: str,
-    align: int | None,
-    filter: Filter,
-    example_inputs: Any,
-    seed: int,
-) -> Report:
-    """Patch every residual block of ``model``; see :func:`sliceout.convert_`."""
-    run = DryRun(model, example_inputs)
-    found = {name: block for name, block in model.named_modules() if looks_residual(block)}
+def patch_blocks_(run: DryRun, rate: Rate, filter: Filter, settings: dict[str, Any]) -> Report:
+    """Patch every residual block of the model of ``run``; see :func:`sliceout.convert_`."""
+    kind = type(run.model).__name__
+    found = {name: block for name, block in run.model.named_modules() if next(_forms(block), None) is not None}
     if not found:
         raise ValueError(
-            f"no residual block in {type(model).__name__}: looked for modules with conv1, conv2 (conv3), their norms "
+            f"no residual block in {kind}: looked for modules with conv1, conv2 (conv3), their norms "
             "(bn1 or norm1...) and a shortcut, such as those of Wide ResNet and ResNet"
         )
     forms: dict[Any, Form | None] = {}
-    rows: list[Row] = []
-    plan: dict[str, tuple[Form, Windows]] = {}
+    groups: list[Group] = []
+    plan: dict[Group, tuple[Form, Windows]] = {}
     for name, block in found.items():
         code = _same_code(block)
         if code not in forms:
             forms[code] = recognise(block)
-        sizes = _map_sizes(run.trace, name)
-        settings = {"rate": _rate_of_block(name, block, rate), "norm": norm, "align": align or 1, "seed": seed}
-        window_or_why = _window(block, forms[code], sizes, settings) if matches(filter, {name: block}) else FILTERED
-        members = [Member(_layer(name, "conv1"), "in", 1, 1)]
-        others = [_layer(name, n) for n, _ in block.named_modules() if n not in ("", "conv1")]
-        group = Group(name, sizes[1][0] if sizes else 0, members, passes=others, kind="patch")
-        rows.append(Row(group, None))
+        prefix = f"{name}." if name else ""
+        conv1, layers = prefix + "conv1", [prefix + n for n, _ in block.named_modules() if n]
+        dropouts = (m.p for m in block.modules() if isinstance(m, nn.modules.dropout._DropoutNd))
+        share = rate_of(rate, name, (name, *layers), dropouts)
+        sizes = _map_sizes(run.trace, name, conv1)
+        allowed = matches(filter, {name: block})
+        window_or_why = _window(block, forms[code], sizes, share, settings) if allowed else FILTERED
+        passes = [n for n in layers if n != conv1]
+        group = Group(name, sizes[1][0] if sizes else 0, [Member(conv1, "in", 1, 1)], passes=passes, kind="patch")
+        groups.append(group)
         if isinstance(window_or_why, Reason):
             group.reason = window_or_why
         else:
-            plan[name] = window_or_why
+            plan[group] = window_or_why
 
-    def apply(target: nn.Module) -> dict[str, tuple[Side, Side]]:
+    def apply(target: nn.Module) -> dict[Group, tuple[Side, Side]]:
         modules = dict(target.named_modules())
-        made = {name: windows() for name, (_, windows) in plan.items()}
-        for name, (row, col) in made.items():
-            patch_(modules[name], plan[name][0], row, col)
+        made = {group: windows() for group, (_, windows) in plan.items()}
+        for group, sides in made.items():
+            patch_(modules[group.name], plan[group][0], *sides)
         return made
 
-    while True:
-        if not plan:
-            reasons = "; ".join(f"{r.name}: {r.reason}" for r in rows[:4])
-            raise ValueError(f"no residual block of {type(model).__name__} can be patched: {reasons}")
-        tried = run.run(apply)
-        if not isinstance(tried, Failure):
-            break
-        broken = next((n for n in plan if (tried.module + ".").startswith(n + ".")), next(iter(plan)))
+    tried: Trace | Failure = run.trace
+    while plan and isinstance(tried := run.run(apply), Failure):
+        broken = next((g for g in plan if f"{tried.module}.".startswith(f"{g.name}.")), next(iter(plan)))
         del plan[broken]
-        why = Skip.FAILED(f"{tried.module} cannot take a window: {tried.message}")
-        log.debug("dropped after a trial: %s: %s", broken, why)
-        next(r.group for r in rows if r.name == broken).reason = why
-    made = apply(model)
-    for row in rows:
-        row.slice = made[row.name][0] if row.name in made else None
+        broken.reason = Skip.FAILED(f"{tried.module} cannot take a window: {tried.message}")
+        log.debug("dropped after a trial: %s: %s", broken.name, broken.reason)
+    if not plan or isinstance(tried, Failure):
+        reasons = "; ".join(f"{g.name}: {g.reason}" for g in groups[:4])
+        raise ValueError(f"no residual block of {kind} can be patched: {reasons}")
+    made = run.finish(apply)
+    rows = [Row(g, made[g][0] if g in made else None) for g in groups]
     sides = Slices([s for pair in made.values() for s in pair])
-    return Report(type(model).__name__, rows, run.trace.cost, tried.cost, sides, scheme="patch")
+    return Report(kind, rows, run.trace.cost, tried.cost, sides, scheme="patch")
 
 
-def _map_sizes(trace: Trace, block: str) -> tuple[Any, Any] | None:
+def _map_sizes(trace: Trace, block: str, conv1: str) -> tuple[Any, Any] | None:
     """Height and width of what the branch of a block reads and writes; ``None`` if it sees several sizes, or none."""
-    reads = {read[-2:] for read, _ in trace.shapes.get(_layer(block, "conv1"), ())}
-    writes = {written[-2:] for _, written in trace.shapes.get(block, ())}
+    reads = {tuple(map(size, read[-2:])) for read, _ in trace.calls.get(conv1, ())}
+    writes = {tuple(map(size, written[-2:])) for _, written in trace.calls.get(block, ())}
     return (reads.pop(), writes.pop()) if len(reads) == len(writes) == 1 and () not in reads | writes else None
-
-
-def _layer(block: str, name: str) -> str:
-    return f"{block}.{name}" if block else name
 
 
 def _same_code(block: nn.Module) -> Any:
@@ -105,15 +97,8 @@ def _same_code(block: nn.Module) -> Any:
     return type(block), tuple((n, type(m), m is None) for n, m in block._modules.items())
 
 
-def _rate_of_block(name: str, block: nn.Module, rate: Rate) -> float | None:
-    layers = (name, *(f"{name}.{n}" for n, _ in block.named_modules()))
-    dropouts = (m.p for m in block.modules() if isinstance(m, nn.modules.dropout._DropoutNd))
-    value = rate_of(rate, name, layers, dropouts)
-    return None if value is None else float(value)
-
-
 def _window(
-    block: Any, form: Form | None, sizes: tuple[Any, Any] | None, settings: dict[str, Any]
+    block: Any, form: Form | None, sizes: tuple[Any, Any] | None, rate: float | None, settings: dict[str, Any]
 ) -> tuple[Form, Windows] | Reason:
     """How a block is cut, or why it gets no window."""
     if not any(p.requires_grad for p in block.parameters()):
@@ -130,16 +115,70 @@ def _window(
             return Skip.NOT_A_BLOCK(changes)
     if sizes is None:
         return Skip.UNEXPECTED_SHAPE("it is called with maps of several sizes, or not at all")
-    if settings["rate"] is None:
+    if rate is None:
         return Skip.NO_RATE("no rate was given for it, and no nn.Dropout inside it has one")
     height, width = sizes[1]
     if min(height, width) < 2:
         return Skip.RATE(f"a {height}x{width} map has no smaller window")
-    windows = functools.partial(window, *sizes, **settings)
+    windows = functools.partial(SCHEMES["patch"].make, *sizes, rate=float(rate), **settings)
     try:
         row, col = windows()
     except ValueError as error:
         return Skip.RATE(str(error))
     if not row.sliced and not col.sliced:
-        return Skip.RATE(f"at rate {settings['rate']} the whole {height}x{width} map is kept")
+        return Skip.RATE(f"at rate {float(rate)} the whole {height}x{width} map is kept")
     return form, windows
+
+
+# -- recognising residual blocks ---------------------------------------------------------------------------------------
+
+
+def _forms(block: Any) -> Iterator[Form]:
+    """Every form whose layers the block has."""
+    convs = 3 if isinstance(getattr(block, "conv3", None), nn.Conv2d) else 2
+    if not all(isinstance(getattr(block, f"conv{i}", None), nn.Conv2d) for i in range(1, convs + 1)):
+        return
+    norms = [n for n in ("bn", "norm") if all(hasattr(block, f"{n}{i}") for i in range(1, convs + 1))]
+    named = [a for a in ("relu", "act", "act#", "activation") if hasattr(block, a.replace("#", "1"))]
+    shortcuts: list[Any] = [s for s in ("shortcut", "downsample") if hasattr(block, s)] or [None]
+    for norm, first, act, shortcut, activated in product(
+        norms, (True, False), [*named, "relu()", None], shortcuts, (True, False)
+    ):
+        if first or not activated:
+            yield Form(convs, norm, first, act, shortcut, activated)
+
+
+def recognise(block: Any) -> Form | None:
+    """The form that computes what the block computes, or ``None``. The block itself is not run."""
+    twin = _random_twin(block)
+    random = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(2, block.conv1.in_channels, 8, 8, generator=random, dtype=torch.float64, device="cpu")
+    expected = _output(block, twin, x)
+    for form in _forms(block) if expected is not None else ():
+        got = _output(block, functools.partial(form, twin), x)
+        if got is not None and got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-9, atol=1e-9):
+            log.debug("%s is %s", type(block).__name__, form)
+            return form
+    return None
+
+
+def _output(block: nn.Module, function: Callable[[Tensor], Any], x: Tensor) -> Any:
+    """What the layers of ``block`` make of ``x`` in this way; ``None`` if they fail: it is somebody else's code."""
+    try:
+        with torch.no_grad():
+            return function(x.clone())
+    except Exception:
+        log.debug("%s cannot be run as a residual block", type(block).__name__, exc_info=True)
+        return None
+
+
+def _random_twin(block: nn.Module) -> nn.Module:
+    """A copy in float64 and ``eval()`` whose numbers tell apart all that could be confused."""
+    twin = meta_copy(block).to_empty(device="cpu").double().eval()
+    random = torch.Generator("cpu").manual_seed(1)
+    for p in twin.parameters():
+        p.data.normal_(0, 1 / math.sqrt(max(p[0].numel(), 1)), generator=random)
+    for name, b in twin.named_buffers():
+        if b.is_floating_point():
+            b.uniform_(0.5, 1.5, generator=random) if "var" in name else b.normal_(0, 0.5, generator=random)
+    return twin

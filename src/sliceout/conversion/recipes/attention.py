@@ -65,7 +65,7 @@ def _multihead(model: nn.Module, trace: Trace, attention: str) -> list[Group]:
     """torch's own attention, which the trace cannot look into: its numbers are local variables."""
     found: list[Group] = []
     for name, module in model.named_modules():
-        if not isinstance(module, nn.MultiheadAttention) or name not in trace.shapes:
+        if not isinstance(module, nn.MultiheadAttention) or name not in trace.calls:
             continue
         reason = None
         if module.bias_k is not None or module.add_zero_attn:
@@ -99,22 +99,19 @@ def objection(group: Group, width: int, before: Trace, after: Trace) -> Reason |
     return None
 
 
-def adapt(model: nn.Module, groups: list[Group], made: dict[Group, Slice]) -> list[nn.Module]:
+def adapt(model: nn.Module, made: dict[Group, Slice]) -> None:
     """Let the numbers of each attention module follow its slices; torch's own is sliced by then and has none."""
     modules = dict(model.named_modules())
-    touched = []
-    for group in groups:
+    for group, s in made.items():
         for name in group.contracted or group.batched:
-            numbers = _numbers(modules[name], made[group].size, bool(group.contracted))
+            numbers = _numbers(modules[name], s.size, bool(group.contracted))
             if numbers and not isinstance(modules[name], Sliced):
-                touched.append(follow_width_(modules[name], made[group], numbers))
-    for group in groups:
+                follow_width_(modules[name], s, numbers)
+    for group, s in made.items():
         if group.kind == "attention" and not group.contracted and not group.batched and group.partner is None:
             home, _, projection = group.name.rpartition(".")
-            module = modules[home]
-            if not isinstance(module, Sliced) and slice_rotary_values_(module, projection, made[group]):
-                touched.append(module)
-    return touched
+            if not isinstance(modules[home], Sliced):
+                slice_rotary_values_(modules[home], projection, s)
 
 
 def _numbers(module: nn.Module, size: int, inside: bool) -> dict[str, WidthPower]:

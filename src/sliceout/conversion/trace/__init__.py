@@ -14,10 +14,7 @@ smaller tensors is not decided here: ``convert_`` tries it on the same meta copy
 
 from . import products, shapes, units  # noqa: F401  # they register their rules
 from .atoms import Atom, Dim, block, expand, identify, size
-from .run import CurrentModule, meta_copy
-from .tracer import Cost, RuleError, Trace, Use, trace
+from .run import meta_copy
+from .tracer import Cost, RuleError, Trace, trace
 
-__all__ = [
-    "Atom", "Cost", "CurrentModule", "Dim", "RuleError", "Trace", "Use", "block", "expand", "identify", "meta_copy",
-    "size", "trace",
-]  # fmt: skip
+__all__ = ["Atom", "Cost", "Dim", "RuleError", "Trace", "block", "expand", "identify", "meta_copy", "size", "trace"]

@@ -36,15 +36,6 @@ def matrix_product(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: 
     return _plus_bias(t, a["self"] if "mat1" in a else None, [t.dims(x)[0], t.dims(y)[1]])
 
 
-@rule("linear")
-def linear(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
-    x, w, bias = a["input"], a["weight"], a["bias"]
-    _contract(t, x, w, t.dims(x)[-1], t.dims(w)[1])
-    if bias is not None:
-        identify(t.dims(bias)[0], t.dims(w)[0])
-    return [*t.dims(x)[:-1], t.dims(w)[0]]
-
-
 @rule("bmm", "baddbmm")
 def batched_product(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     x, y = a.get("batch1", a["self"]), a["batch2" if "batch2" in a else "mat2"]
@@ -63,34 +54,26 @@ def _mark_batched(t: Tracer, dims: list[Dim]) -> None:
 
 @rule("convolution", "_convolution", "convolution_overrideable")
 def convolution(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
-    x, w, bias = a["input"], a["weight"], a["bias"]
-    y, groups = outputs[0], a["groups"]
+    x, w, bias, groups = a["input"], a["weight"], a["bias"], a["groups"]
     xd, wd = t.dims(x), t.dims(w)
-    if a["transposed"]:
-        block([xd[1], *wd], t.because(Skip.NO_SLICED_FORM, "a transposed convolution has no sliced form yet"))
-        return new_dims(y.shape, t.because(Skip.NO_SLICED_FORM, "comes out of a transposed convolution"))
     if id(w) in t.names:
         t.trace.direct.add(t.names[id(w)])
-    if groups == 1:
-        identify(xd[1], wd[1])
-        channels = wd[0]
-    else:
-        x_group, x_rest = split_front(xd[1], groups)
-        w_group, channels = split_front(wd[0], groups)
-        if x_group is None or w_group is None:
-            block([xd[1], *wd], t.because(Skip.CHANNEL_GROUPS, f"groups={groups} cut through a reshape"))
-            return None
-        identify(x_group, w_group)
-        identify(x_rest, wd[1])
-        channels = [*w_group, *channels]
+    x_group, x_rest = split_front(xd[1], groups)
+    w_group, rows = split_front(wd[0], groups)
+    if x_group is None or w_group is None:
+        block([xd[1], *wd], t.because(Skip.CHANNEL_GROUPS, f"groups={groups} cut through a reshape"))
+        return None
+    read, written = (rows, wd[1]) if a["transposed"] else (wd[1], rows)
+    identify(x_group, w_group)
+    identify(x_rest, read)
+    channels = [*w_group, *written]
     if bias is not None:
-        identify(t.dims(bias)[0], wd[0])
-    return [xd[0], channels, *new_dims(y.shape[2:], POSITION)]
+        identify(t.dims(bias)[0], channels)
+    return [xd[0], channels, *new_dims(outputs[0].shape[2:], POSITION)]
 
 
-@rule("scaled_dot_product_attention", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
-      "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_attention_math",
-      "_scaled_dot_product_cudnn_attention")  # fmt: skip
+@rule("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+      "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_cudnn_attention")  # fmt: skip
 def attention(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     q, k, v = (t.dims(a[n]) for n in ("query", "key", "value"))
     for other in (k, v):

@@ -12,59 +12,37 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
     """``model`` with its parameters and buffers on the meta device; no data is copied, and nothing is shared."""
     memo: dict[int, Any] = {}
-    for module in model.modules():
-        for tensor in _tensors_held(vars(module)):
-            if id(tensor) not in memo:
-                empty = torch.empty_like(tensor, device="meta")
-                is_parameter = isinstance(tensor, nn.Parameter)
-                memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+    for tensor in (t for module in model.modules() for t in tree_leaves(vars(module))):
+        if isinstance(tensor, Tensor) and id(tensor) not in memo:
+            empty = torch.empty_like(tensor, device="meta")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
     return copy.deepcopy(model, memo)
 
 
-def _tensors_held(values: dict[str, Any]) -> Iterator[Tensor]:
-    """The tensors among some attributes, also those in lists and dicts."""
-    for value in values.values():
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, dict):
-            yield from _tensors_held(value)
-        elif isinstance(value, (list, tuple)):
-            yield from (t for t in value if isinstance(t, Tensor))
+@contextlib.contextmanager
+def watch_modules(
+    model: nn.Module, stack: list[str], on_return: Callable[[str, nn.Module, Any, Any], None]
+) -> Iterator[None]:
+    """Keep the names of the modules of ``model`` that are at work in ``stack``, and call back when one returns."""
+    names = {m: name for name, m in model.named_modules()}
 
+    def enter(module: nn.Module, args: Any) -> None:
+        if module in names:
+            stack.append(names[module])
 
-class CurrentModule:
-    """A context that knows which module of ``model`` is being executed, and calls back when one returns."""
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if module in names and stack:
+            on_return(stack.pop(), module, args, output)
 
-    def __init__(self, model: nn.Module) -> None:
-        self.names = {m: name for name, m in model.named_modules()}
-        self.stack: list[str] = []
-        self.on_return: Callable[[str, nn.Module, Any, Any], None]
-
-    @property
-    def name(self) -> str:
-        """Of the module; after an error, of the one in which it was raised."""
-        return self.stack[-1] if self.stack else ""
-
-    def __enter__(self) -> CurrentModule:
-        def enter(module: nn.Module, args: Any) -> None:
-            if module in self.names:
-                self.stack.append(self.names[module])
-
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if module in self.names and self.stack:
-                self.on_return(self.stack.pop(), module, args, output)
-
-        self._handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        for handle in self._handles:
-            handle.remove()
+    with register_module_forward_pre_hook(enter), register_module_forward_hook(leave):
+        yield
 
 
 class MetaScalars(TorchDispatchMode):

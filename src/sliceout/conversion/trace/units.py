@@ -29,10 +29,10 @@ def broadcast(t: Tracer, inputs: Sequence[Tensor], y: Tensor, meet: Meet = ident
     return dims
 
 
-@rule("pointwise", "hardswish", "hardsigmoid", "hardtanh", "leaky_relu", "elu", "gelu", "silu", "mish", "relu6", "celu",
-      "selu", "softplus", "threshold", "log_sigmoid_forward", "softshrink", "hardshrink", "where", "masked_fill",
-      "lerp", "addcmul", "addcdiv", "clamp_min", "clamp_max", "bernoulli", "copysign", "prelu", "_prelu_kernel", "copy",
-      "rrelu_with_noise", "fill", "zero", "normal", "uniform", "random", "exponential")  # fmt: skip
+@rule("pointwise", "hardswish", "hardsigmoid", "hardtanh", "leaky_relu", "elu", "gelu", "mish", "celu", "softplus",
+      "threshold", "log_sigmoid_forward", "softshrink", "hardshrink", "where", "masked_fill", "bernoulli", "copysign",
+      "_prelu_kernel", "copy", "rrelu_with_noise", "fill", "zero", "normal", "uniform", "random",
+      "exponential")  # fmt: skip
 def pointwise(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     return broadcast(t, inputs, outputs[0])
 
@@ -49,15 +49,14 @@ def add(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor
     return broadcast(t, larger_first, outputs[0], lambda one, other: t.trace.adds.append((one, other, nested)))
 
 
-@rule("clone", "detach", "alias", "_to_copy", "contiguous", "lift_fresh", "lift_fresh_copy", "native_dropout", "to",
-      "zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "full_like", "new_zeros",
-      "bernoulli_p")  # fmt: skip
+@rule("clone", "detach", "alias", "_to_copy", "lift_fresh", "lift_fresh_copy", "native_dropout", "zeros_like",
+      "ones_like", "empty_like", "rand_like", "randn_like", "full_like", "new_zeros")  # fmt: skip
 def same(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     return t.dims(inputs[0]) if outputs[0].shape == inputs[0].shape else None
 
 
 @rule("_native_batch_norm_legit", "_native_batch_norm_legit_no_training", "native_batch_norm", "cudnn_batch_norm",
-      "_batch_norm_with_update", "_batch_norm_no_update", "miopen_batch_norm", "_batch_norm_impl_index")  # fmt: skip
+      "_batch_norm_with_update", "_batch_norm_no_update", "miopen_batch_norm")  # fmt: skip
 def batch_norm(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     x = inputs[0]
     channel = t.dims(x)[1]
@@ -70,7 +69,7 @@ def batch_norm(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list
     return t.dims(x)
 
 
-@rule("native_layer_norm", "_fused_rms_norm", "rms_norm")
+@rule("native_layer_norm", "_fused_rms_norm")
 def layer_norm(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     x = inputs[0]
     for p in inputs[1:]:
@@ -95,14 +94,17 @@ def group_norm(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list
     return t.dims(x)
 
 
+def _named(dim: Any, n: int) -> list[int]:
+    """Which of ``n`` dimensions an argument names; all of them if it names none."""
+    return [d % max(n, 1) for d in ([dim] if isinstance(dim, int) else dim or range(n))]
+
+
 @rule("_softmax", "_log_softmax", "softmax", "log_softmax", "_safe_softmax", "cumsum", "logcumsumexp", "sort", "flip",
       "cumprod", "glu", "roll", "rot90")  # fmt: skip
 def along(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     """Ops that mix a dimension with itself and leave the others alone."""
-    x = inputs[0]
-    named = a.get("dims", a.get("dim", -1))
-    over = [d % x.dim() for d in ([named] if isinstance(named, int) else named or range(x.dim()))]
-    dims, mixed = t.dims(x), Skip.MIXED("mixed")
+    dims, mixed = t.dims(inputs[0]), Skip.MIXED("mixed")
+    over = _named(a.get("dims", a.get("dim", -1)), len(dims))
     block([dims[d] for d in over], t.because(Skip.MIXED, "a softmax, roll or running sum over the units"))
     return [new_dim(n, mixed) if i in over else dims[i] for i, n in enumerate(outputs[0].shape)]
 
@@ -113,21 +115,18 @@ def reduce(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Ten
     x, y = inputs[0], outputs[0]
     if len(inputs) > 1:  # max(x, y) and the like
         return pointwise(t, a, inputs, outputs)
-    named = a.get("dim")
-    over = [d % max(x.dim(), 1) for d in ([named] if isinstance(named, int) else named or range(x.dim()))]
-    dims = t.dims(x)
+    dims, over = t.dims(x), _named(a.get("dim"), x.dim())
     block([dims[d] for d in over if dims], t.because(Skip.MIXED, "a reduction over the units"))
     if y.dim() < x.dim():
         return [d for i, d in enumerate(dims) if i not in over]
     return [dims[i] if n == x.shape[i] else new_dim(n, Skip.MIXED("reduced")) for i, n in enumerate(y.shape)]
 
 
-@rule("max_pool1d", "max_pool2d", "max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d",
-      "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d",
-      "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d",
-      "upsample_bicubic2d", "upsample_trilinear3d", "_upsample_nearest_exact2d", "_upsample_bilinear2d_aa",
-      "_upsample_bicubic2d_aa", "reflection_pad1d", "reflection_pad2d", "replication_pad1d",
-      "replication_pad2d")  # fmt: skip
+@rule("max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "avg_pool1d", "avg_pool2d",
+      "avg_pool3d", "adaptive_avg_pool1d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "upsample_nearest1d",
+      "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d",
+      "upsample_trilinear3d", "_upsample_nearest_exact2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
+      "reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d")  # fmt: skip
 def spatial(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     return [*t.dims(inputs[0])[:2], *new_dims(outputs[0].shape[2:], POSITION)]
 
@@ -149,7 +148,7 @@ def take(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tenso
     return dims
 
 
-@rule("store_", "store")
+@rule("store")
 def store(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     """Writes statistics; nothing comes out."""
     return None
