@@ -13,7 +13,7 @@ import sliceout
 import sliceout.conversion.convert as convert
 from models import build, call
 from networks import assert_same_state
-from sliceout.conversion import baselines, patches
+from sliceout.conversion import other_schemes
 
 
 def mlp() -> nn.Sequential:
@@ -77,8 +77,7 @@ def test_a_conversion_that_fails_at_the_attention_modules_leaves_the_model_as_it
 def test_a_scheme_that_fails_half_way_leaves_the_model_as_it_was(monkeypatch, scheme, name):
     model, x = build("basic block")
     before, calls = fingerprint(model), []
-    home = {"patch_": patches, "adopt": baselines}[name]
-    real = getattr(home, name)
+    real = getattr(other_schemes, name)
 
     def failing(module, *args):
         if next(module.parameters()).device.type != "meta":
@@ -87,7 +86,7 @@ def test_a_scheme_that_fails_half_way_leaves_the_model_as_it_was(monkeypatch, sc
                 raise RuntimeError("injected")
         return real(module, *args)
 
-    monkeypatch.setattr(home, name, failing)
+    monkeypatch.setattr(other_schemes, name, failing)
     with pytest.raises(RuntimeError, match="injected"):
         sliceout.convert_(model, 0.5, scheme=scheme, example_inputs=x)
     assert fingerprint(model) == before

@@ -14,11 +14,10 @@ from ..nn.factory import give_slices_
 from ..schemes import SCHEMES
 from ..slices import Axis, ConcatAxis, Slice, width_of
 from . import recipes
-from .baselines import drop_, readers_by_group
 from .dry_run import DryRun, all_plain_
-from .groups import Group, find_groups, skip_partners
+from .groups import Group, find_groups, skip_conflicts
 from .options import Filter, Rate, check_model, check_options, matches, rate_of
-from .patches import patch_blocks_
+from .other_schemes import drop_, patch_blocks_, readers_by_group
 from .profitability import default_align, device_and_dtype, not_profitable
 from .reasons import FILTERED, FROZEN, Reason, Skip
 from .report import Report, Row, pattern, savings
@@ -106,9 +105,7 @@ def convert_(
         else:
             rates[group], width = found
             group.reason = not_profitable(group, width, modules, device, dtype) if payoff else None
-    skip_partners(groups)
-    recipes.choose(groups)
-    skip_partners(groups)
+    skip_conflicts(groups)
 
     def make(group: Group, scheme: str) -> Slice:
         read = not {m.role for m in group.members} <= {"out", "qk"}  # the temperature, not a norm, follows q and k
@@ -179,15 +176,13 @@ def _skip_negligible(plan: list[Group], before: Cost, after: Cost) -> bool:
     kinds: dict[str, list[Group]] = {}
     for group in plan:
         kinds.setdefault(pattern(group.name), []).append(group)
-    small = [
-        same for same in kinds.values()
-        if not any(g.dropouts for g in same)
-        and all(abs(sum(saved[g][i] for g in same)) < 1e-3 for i in range(2))
-    ]  # fmt: skip
-    for group in (g for same in small for g in same):
-        group.reason = Skip.NEGLIGIBLE("saves less than 0.1 % of the model's FLOPs and activations")
-        log.info("left out: %s: %s", group.name, group.reason)
-    return bool(small)
+    for same in kinds.values():
+        if any(g.dropouts for g in same) or any(abs(sum(saved[g][i] for g in same)) >= 1e-3 for i in range(2)):
+            continue
+        for group in same:
+            group.reason = Skip.NEGLIGIBLE("saves less than 0.1 % of the model's FLOPs and activations")
+            log.info("left out: %s: %s", group.name, group.reason)
+    return any(g.reason for g in plan)
 
 
 def _nothing_to_slice(model: nn.Module, groups: list[Group]) -> str:

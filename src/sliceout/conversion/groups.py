@@ -11,7 +11,7 @@ from torch import nn
 from ..nn.factory import sliced_class
 from ..nn.foreign import is_unitwise, mixing_base
 from ..nn.mixing import Conv, Mixing
-from .reasons import Reason, Skip
+from .reasons import CONFLICT, Reason, Skip
 from .trace import Atom, Dim, Trace, block, expand, identify
 
 CONVS = nn.modules.conv._ConvNd
@@ -176,6 +176,20 @@ def skip_partners(groups: list[Group]) -> None:
     for group in groups:
         if group.reason is None and group.partner is not None:
             group.reason = group.partner.reason
+
+
+def skip_conflicts(groups: list[Group]) -> None:
+    """Where two groups want the same dimension of a layer (heads and their dims, say), keep the larger one."""
+    skip_partners(groups)
+    taken: dict[tuple[str, str, int], Group] = {}
+    for group in sorted((g for g in groups if g.reason is None), key=lambda g: -g.size):
+        dims = [(m.module, m.role, m.offset) for m in group.members]
+        other = next((taken[dim] for dim in dims if dim in taken), None)
+        if other is not None:
+            group.reason = Skip.CONFLICT(f"{CONFLICT} ({other.size} units of {other.name})")
+        else:
+            taken.update(dict.fromkeys(dims, group))
+    skip_partners(groups)
 
 
 def _sliced_form(module: nn.Module) -> Any:

@@ -131,17 +131,14 @@ def select(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Ten
 def partial(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     """Part of a dimension is used by position; the other dimensions pass."""
     x, y = inputs[0], outputs[0]
-    dims = list(t.dims(x))
     at = a.get("dim", a.get("dimension", 0)) % x.dim()
     if y.dim() != x.dim():
         return unknown(t, "unfold", inputs, outputs)
     if id(x) in t.names and len(inputs) == 1:  # a part of a fused parameter, about to be taken
         t.offsets[id(y)] = a.get("start") or 0
         t.same_parameter(x, y)
-    if y.shape[at] != x.shape[at] or len(inputs) > 1:
-        indexed = t.because(Skip.INDEXED, "used by position (indexing)")
-        block([dims[at]], indexed)
-        dims[at] = new_dim(y.shape[at], indexed)
+    indexed = [at] if y.shape[at] != x.shape[at] or len(inputs) > 1 else []
+    dims = t.without(x, indexed, y, t.because(Skip.INDEXED, "used by position (indexing)"))
     if any(i != at and n != x.shape[i] for i, n in enumerate(y.shape)):
         return unknown(t, "indexing", inputs, outputs)
     return dims
@@ -169,10 +166,5 @@ def embedding(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[
 @rule("constant_pad_nd")
 def pad(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     x, y = inputs[0], outputs[0]
-    dims = list(t.dims(x))
-    padded = t.because(Skip.PADDED, "padded")
-    for i, n in enumerate(y.shape):
-        if n != x.shape[i]:
-            block([dims[i]], padded)
-            dims[i] = new_dim(n, padded)
-    return dims
+    changed = [i for i, n in enumerate(y.shape) if n != x.shape[i]]
+    return t.without(x, changed, y, t.because(Skip.PADDED, "padded"))

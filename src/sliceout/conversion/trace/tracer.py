@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import random
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...ops import without_views
 from ..reasons import Reason, Skip
 from .atoms import Dim, block, new_dim, new_dims, size
-from .run import MetaScalars, fixed_randomness, watch_modules
 
 
 class RuleError(RuntimeError):
@@ -29,14 +32,6 @@ class Cost:
 
     flops: Counter[str] = field(default_factory=Counter)
     activations: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def total_flops(self) -> int:
-        return self.flops.total()
-
-    @property
-    def total_activations(self) -> int:
-        return self.activations.total()
 
 
 @dataclass
@@ -90,7 +85,7 @@ class Tracer(TorchDispatchMode):
     @property
     def here(self) -> str:
         """The name of the module that is being executed."""
-        return self.stack[-1] if self.stack else ""
+        return self.stack[-1]
 
     def because(self, code: Skip, text: str) -> Reason:
         """A reason that names the place."""
@@ -115,6 +110,12 @@ class Tracer(TorchDispatchMode):
         self._alive.append(t)
         return dims
 
+    def without(self, x: Tensor, over: list[int], y: Tensor, reason: Reason, new: Reason | None = None) -> list[Dim]:
+        """The dimensions of ``x`` for ``y``, except that those ``over`` are blocked, and new in ``y``."""
+        dims = self.dims(x)
+        block([dims[i] for i in over], reason)
+        return [new_dim(n, new or reason) if i in over else dims[i] for i, n in enumerate(y.shape)]
+
     def same_parameter(self, x: Tensor, y: Tensor) -> None:
         """``y`` is the parameter ``x``, transposed or cut."""
         if id(x) in self.names:
@@ -130,7 +131,12 @@ class Tracer(TorchDispatchMode):
     # -- dispatch ------------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))  # an error in here is the model's, one below is ours
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
+            # Code reads numbers to choose a path, mostly to ask whether a mask is all ones. A meta tensor has none: let
+            # them be true or 0, so that both traces take the same path.
+            out = args[0].dtype == torch.bool or 0
+        else:
+            out = func(*args, **(kwargs or {}))  # an error in here is the model's, one below is ours
         try:
             self._follow(func, args, kwargs or {}, out)
         except Exception as error:
@@ -217,21 +223,41 @@ def unknown(t: Tracer, name: str, inputs: list[Tensor], outputs: list[Tensor]) -
     return None
 
 
-# -- one forward pass --------------------------------------------------------------------------------------------------
+# -- one forward pass of a copy without data ---------------------------------------------------------------------------
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """``model`` with its parameters and buffers on the meta device; no data is copied, and nothing is shared."""
+    memo: dict[int, Any] = {}
+    for tensor in (t for module in model.modules() for t in tree_leaves(vars(module))):
+        if isinstance(tensor, Tensor) and id(tensor) not in memo:
+            empty = torch.empty_like(tensor, device="meta")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+    return copy.deepcopy(model, memo)
 
 
 def trace(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], stack: list[str]) -> Trace:
     """Follow one training forward of a :func:`meta_copy` on meta inputs.
 
-    ``stack`` holds the names of the modules that are at work; after an error, of those in which it was raised.
+    ``stack`` is ``[""]`` and will hold the names of the modules at work; after an error, of those in which it arose.
     """
-    tracer = Tracer(shadow, stack)
-    with torch.no_grad(), without_views(), fixed_randomness(), warnings.catch_warnings():
+    tracer, names = Tracer(shadow, stack), {m: name for name, m in shadow.named_modules()}
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if module in names:
+            stack.append(names[module])
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if module in names and len(stack) > 1:
+            tracer.returned(stack.pop(), module, args, output)
+
+    with torch.no_grad(), without_views(), _fixed_randomness(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for t in tree_leaves((args, kwargs)):
             if isinstance(t, Tensor):
                 tracer.make_dims(t, Skip.INPUT("an input of the model"))
-        with watch_modules(shadow, stack, tracer.returned), MetaScalars(), tracer:
+        with register_module_forward_pre_hook(enter), register_module_forward_hook(leave), tracer:
             output = shadow(*args, **kwargs)
     for t in _tensors_in(output):
         block(tracer.dims(t), Skip.OUTPUT("an output of the model"))
@@ -245,3 +271,16 @@ def _tensors_in(output: Any) -> list[Tensor]:
     if isinstance(output, (dict, list, tuple)):
         return [t for value in (output.values() if isinstance(output, dict) else output) for t in _tensors_in(value)]
     return [t for t in tree_leaves(list(getattr(output, "__dict__", {}).values())) if isinstance(t, Tensor)]
+
+
+@contextlib.contextmanager
+def _fixed_randomness() -> Iterator[None]:
+    """Code that draws random numbers (to skip layers, say) takes the same path in every trace; states are restored."""
+    state = random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        random.seed(0)
+        torch.default_generator.manual_seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(state)

@@ -1,7 +1,4 @@
-"""convert_(scheme="patch"): recognise the residual blocks of a model, and give each a window of the map it sees.
-
-A block is recognised by the names of its layers, and then by what it computes.
-"""
+"""Schemes that do not slice the layers of a group: dropout where its readers read, windows through residual blocks."""
 
 from __future__ import annotations
 
@@ -16,20 +13,72 @@ import torch
 from torch import Tensor, nn
 
 from ..drawing import Slices
+from ..nn.base import Sliced, adopt
+from ..nn.factory import slice_
 from ..schemes import SCHEMES
+from ..schemes.dropout import dropping_class
 from ..schemes.patch import Side, patch_
 from ..schemes.residual_blocks import Form
+from ..slices import Slice
 from .dry_run import DryRun, Failure
-from .groups import Group, Member
+from .groups import CONVS, Group, Member
 from .options import Filter, Rate, matches, rate_of
-from .reasons import FILTERED, FROZEN, Reason, Skip
+from .reasons import FILTERED, FROZEN, Skip
 from .report import Report, Row
 from .trace import Trace, meta_copy, size
 
 log = logging.getLogger(__name__)
 
-Windows = Callable[[], tuple[Side, Side]]
-"""Makes the sides of a block's window."""
+
+def readers_by_group(
+    groups: list[Group], scheme: str, modules: dict[str, nn.Module], trace: Trace
+) -> dict[Group, list[str]]:
+    """The layers that drop from each group; one that has none for this scheme gets the reason why."""
+    found: dict[Group, list[str]] = {}
+    taken: set[str] = set()
+    for group in groups:
+        names = readers(group, trace)
+        flat = next((n for n in names if not isinstance(modules[n], CONVS)), None)
+        if not names:
+            why = f"no layer reads these units by themselves: scheme={scheme!r} has no place here"
+            group.reason = Skip.NO_READER(why)
+        elif SCHEMES[scheme].place == "convolutions" and flat is not None:
+            group.reason = Skip.NOT_A_MAP(f"{flat} is not a convolution: scheme={scheme!r} drops from feature maps")
+        elif taken & set(names):
+            group.reason = Skip.NO_READER("its reader reads another group too, which drops already")
+        else:
+            found[group] = names
+            taken.update(names)
+    return found
+
+
+def drop_(model: nn.Module, readers: dict[Group, list[str]], made: dict[Group, Slice]) -> None:
+    """Let the readers of groups drop, in place."""
+    modules = dict(model.named_modules())
+    for group, names in readers.items():
+        for name in names:
+            adopt(modules[name], dropping_class(type(modules[name])), {"in": made[group].axis()})
+        for name in group.dropouts:
+            if not isinstance(modules[name], Sliced):
+                slice_(modules[name], slice=made[group])
+
+
+def readers(group: Group, trace: Trace) -> list[str]:
+    """The layers that read the units and do not hand them on, except those that read a pooled copy of them."""
+    handed_on = set(group.names("out"))
+    found = [n for n in dict.fromkeys(group.names("in")) if n not in handed_on]
+    positions = {n: _positions(trace, n) for n in found}
+    return [n for n in found if positions[n] > 1 or max(positions.values()) == 1]
+
+
+def _positions(trace: Trace, name: str) -> int:
+    """Pixels or tokens in what a layer reads, for one sample."""
+    sizes = [size(dim) for dim in trace.last_input(name)]
+    maps = len(trace.uses.get(f"{name}.weight", [])) > 2
+    return math.prod(sizes[2:] if maps else sizes[1:-1])
+
+
+# -- windows through residual blocks -----------------------------------------------------------------------------------
 
 
 def patch_blocks_(run: DryRun, rate: Rate, filter: Filter, settings: dict[str, Any]) -> Report:
@@ -41,9 +90,13 @@ def patch_blocks_(run: DryRun, rate: Rate, filter: Filter, settings: dict[str, A
             f"no residual block in {kind}: looked for modules with conv1, conv2 (conv3), their norms "
             "(bn1 or norm1...) and a shortcut, such as those of Wide ResNet and ResNet"
         )
+
+    def window(sizes: Any, share: Any) -> tuple[Side, Side]:
+        return SCHEMES["patch"].make(*sizes, rate=float(share), **settings)  # type: ignore[no-any-return]
+
     forms: dict[Any, Form | None] = {}
     groups: list[Group] = []
-    plan: dict[Group, tuple[Form, Windows]] = {}
+    plan: dict[Group, tuple[Any, ...]] = {}
     for name, block in found.items():
         code = _same_code(block)
         if code not in forms:
@@ -51,21 +104,17 @@ def patch_blocks_(run: DryRun, rate: Rate, filter: Filter, settings: dict[str, A
         prefix = f"{name}." if name else ""
         conv1, layers = prefix + "conv1", [prefix + n for n, _ in block.named_modules() if n]
         dropouts = (m.p for m in block.modules() if isinstance(m, nn.modules.dropout._DropoutNd))
-        share = rate_of(rate, name, (name, *layers), dropouts)
-        sizes = _map_sizes(run.trace, name, conv1)
-        allowed = matches(filter, {name: block})
-        window_or_why = _window(block, forms[code], sizes, share, settings) if allowed else FILTERED
-        passes = [n for n in layers if n != conv1]
-        group = Group(name, sizes[1][0] if sizes else 0, [Member(conv1, "in", 1, 1)], passes=passes, kind="patch")
+        how = forms[code], _map_sizes(run.trace, name, conv1), rate_of(rate, name, (name, *layers), dropouts)
+        group = Group(name, how[1][1][0] if how[1] else 0, [Member(conv1, "in", 1, 1)], kind="patch")
+        group.passes = [n for n in layers if n != conv1]
+        group.reason = _no_window(block, *how, window) if matches(filter, {name: block}) else FILTERED
         groups.append(group)
-        if isinstance(window_or_why, Reason):
-            group.reason = window_or_why
-        else:
-            plan[group] = window_or_why
+        if group.reason is None:
+            plan[group] = how
 
     def apply(target: nn.Module) -> dict[Group, tuple[Side, Side]]:
         modules = dict(target.named_modules())
-        made = {group: windows() for group, (_, windows) in plan.items()}
+        made = {group: window(*sizes_and_share) for group, (_, *sizes_and_share) in plan.items()}
         for group, sides in made.items():
             patch_(modules[group.name], plan[group][0], *sides)
         return made
@@ -97,10 +146,8 @@ def _same_code(block: nn.Module) -> Any:
     return type(block), tuple((n, type(m), m is None) for n, m in block._modules.items())
 
 
-def _window(
-    block: Any, form: Form | None, sizes: tuple[Any, Any] | None, rate: float | None, settings: dict[str, Any]
-) -> tuple[Form, Windows] | Reason:
-    """How a block is cut, or why it gets no window."""
+def _no_window(block: Any, form: Form | None, sizes: Any, share: float | None, window: Callable[..., Any]) -> Any:
+    """The reason why a block gets no window; ``None`` if it gets one."""
     if not any(p.requires_grad for p in block.parameters()):
         return FROZEN
     if form is None:
@@ -115,22 +162,21 @@ def _window(
             return Skip.NOT_A_BLOCK(changes)
     if sizes is None:
         return Skip.UNEXPECTED_SHAPE("it is called with maps of several sizes, or not at all")
-    if rate is None:
+    if share is None:
         return Skip.NO_RATE("no rate was given for it, and no nn.Dropout inside it has one")
     height, width = sizes[1]
     if min(height, width) < 2:
         return Skip.RATE(f"a {height}x{width} map has no smaller window")
-    windows = functools.partial(SCHEMES["patch"].make, *sizes, rate=float(rate), **settings)
     try:
-        row, col = windows()
+        row, col = window(sizes, share)
     except ValueError as error:
         return Skip.RATE(str(error))
     if not row.sliced and not col.sliced:
-        return Skip.RATE(f"at rate {float(rate)} the whole {height}x{width} map is kept")
-    return form, windows
+        return Skip.RATE(f"at rate {float(share)} the whole {height}x{width} map is kept")
+    return None
 
 
-# -- recognising residual blocks ---------------------------------------------------------------------------------------
+# -- recognising residual blocks: by the names of their layers, and then by what they compute --------------------------
 
 
 def _forms(block: Any) -> Iterator[Form]:
