@@ -9,6 +9,7 @@ softmax temperature. Those become properties that follow the slice, so the model
 from __future__ import annotations
 
 import math
+from itertools import product
 
 from torch import nn
 
@@ -116,19 +117,12 @@ def adapt(model: nn.Module, made: dict[Group, Slice]) -> None:
 
 def _numbers(module: nn.Module, size: int, inside: bool) -> dict[str, WidthPower]:
     """The attributes of an attention module that depend on the width of a slice of ``size`` units, and how."""
-    out: dict[str, WidthPower] = {}
     own = vars(module)
-    exact, scaled = (INSIDE, TOTAL) if inside else (HEADS, TOTAL)
-    for name in exact:
-        if own.get(name) == size:
-            out[name] = WidthPower()
-    for name in scaled:
-        value = own.get(name)
-        if isinstance(value, int) and value % size == 0:
-            out[name] = WidthPower(times=value // size)
-    if inside:
-        for name in SCALES:
-            for exponent in (-0.5, 0.5):
-                if isinstance(own.get(name), float) and math.isclose(own[name], size**exponent, rel_tol=1e-6):
-                    out[name] = WidthPower(exponent=exponent)
+    out = {name: WidthPower() for name in (INSIDE if inside else HEADS) if own.get(name) == size}
+    for name in TOTAL:
+        if isinstance(own.get(name), int) and own[name] % size == 0:
+            out[name] = WidthPower(times=own[name] // size)
+    for name, exponent in product(SCALES if inside else (), (-0.5, 0.5)):
+        if isinstance(own.get(name), float) and math.isclose(own[name], size**exponent, rel_tol=1e-6):
+            out[name] = WidthPower(exponent=exponent)
     return out
