@@ -14,9 +14,9 @@ import sliceout
 from oracle import along, unit_scale
 from sliceout import Axis, Slice
 from sliceout import nn as snn
-from sliceout.conversion.options import NO_EFFECT
 from sliceout.drawing import draw_table as table
 from sliceout.drawing import owner_of, starts_at
+from sliceout.schemes import SCHEMES
 
 
 def mlp(rate: float = 0.5, **settings: Any) -> nn.Sequential:
@@ -101,7 +101,7 @@ def converted(make: Callable[[], nn.Module], scheme: str, sample: tuple[int, ...
         model = make()
         if scheme == "patch":
             settings = {}
-        settings = {name: value for name, value in settings.items() if name not in NO_EFFECT[scheme]}
+        settings = {name: value for name, value in settings.items() if name not in SCHEMES[scheme].no_effect}
         sliceout.convert_(model, 0.5, scheme=scheme, example_inputs=torch.zeros(2, *sample), **settings)
         return model
 

@@ -12,7 +12,7 @@ from conftest import devices
 from torch import nn
 
 import sliceout
-from sliceout.conversion.baselines import SCHEMES
+from sliceout.schemes import SCHEMES
 from sliceout.schemes.dropout import DROPS, drop_block, seed_rate
 from sliceout_lab.models import build
 from sliceout_lab.models.wide_resnet import WideResNet

@@ -12,8 +12,8 @@ from torch import nn
 import sliceout
 from models import build
 from sliceout.conversion import convert
+from sliceout.conversion.other_schemes import recognise
 from sliceout.conversion.reasons import Reason, Skip
-from sliceout.conversion.residual_blocks import recognise
 from sliceout.conversion.trace import RuleError, tracer
 
 

@@ -13,7 +13,7 @@ import sliceout
 import sliceout.conversion.convert as convert
 from models import build, call
 from networks import assert_same_state
-from sliceout.nn import plain_
+from sliceout.conversion import other_schemes
 
 
 def mlp() -> nn.Sequential:
@@ -63,17 +63,35 @@ def test_a_conversion_that_fails_at_the_attention_modules_leaves_the_model_as_it
     real = convert.recipes.adapt
 
     def failing(shadow, *args):
-        touched = real(shadow, *args)
+        real(shadow, *args)
         if shadow is model:
-            for module in touched:
-                plain_(module)
             raise RuntimeError("injected")
-        return touched
 
     monkeypatch.setattr(convert.recipes, "adapt", failing)
     with pytest.raises(RuntimeError, match="injected"):
         sliceout.convert_(model, 0.5)
     assert fingerprint(model) == before
+
+
+@pytest.mark.parametrize(("scheme", "name"), [("patch", "patch_"), ("standard", "adopt")])
+def test_a_scheme_that_fails_half_way_leaves_the_model_as_it_was(monkeypatch, scheme, name):
+    model, x = build("basic block")
+    before, calls = fingerprint(model), []
+    real = getattr(other_schemes, name)
+
+    def failing(module, *args):
+        if next(module.parameters()).device.type != "meta":
+            calls.append(module)
+            if len(calls) == 2:
+                raise RuntimeError("injected")
+        return real(module, *args)
+
+    monkeypatch.setattr(other_schemes, name, failing)
+    with pytest.raises(RuntimeError, match="injected"):
+        sliceout.convert_(model, 0.5, scheme=scheme, example_inputs=x)
+    assert fingerprint(model) == before
+    monkeypatch.undo()
+    assert sliceout.convert_(model, 0.5, scheme=scheme, example_inputs=x).converted > 1
 
 
 # -- what cannot be converted ------------------------------------------------------------------------------------------

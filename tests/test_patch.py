@@ -14,7 +14,7 @@ from torch import nn
 
 import sliceout
 from oracle import exactly, path, set_start
-from sliceout.conversion.residual_blocks import recognise
+from sliceout.conversion.other_schemes import recognise
 from sliceout.drawing import owner_of
 from sliceout.schemes.patch import patch_, side_rate, window
 from sliceout_lab.models.wide_resnet import WideBlock, WideResNet

@@ -58,12 +58,10 @@ def test_what_pays_at_no_batch_is_told_with_its_measurement() -> None:
 
 def test_what_pays_at_some_batch_is_left_to_the_user() -> None:
     assert payoff.cannot_pay("linear", 64, 32, "cuda", torch.bfloat16) is None
-    assert "120%" in payoff.cannot_pay("linear", 64, 32, "cuda", torch.bfloat16, rows=300)
 
 
 def test_few_rows_say_nothing_of_many() -> None:
     assert payoff.cannot_pay("linear", 512, 256, "cuda", torch.bfloat16) is None
-    assert "140%" in payoff.cannot_pay("linear", 512, 256, "cuda", torch.bfloat16, rows=256)
 
 
 @pytest.mark.parametrize(

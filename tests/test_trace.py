@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 import sliceout
 from models import call
+from sliceout.nn import factory, mixing
+from sliceout.ops import take
+from sliceout.slices import Take
 from sliceout_lab.oracle import masked_dense_
 
 
@@ -159,7 +162,72 @@ def test_an_output_inside_an_object_is_left_whole():
 
 def test_a_transposed_convolution_is_left_whole():
     net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.ConvTranspose2d(16, 4, 3))
-    refused(net, "transposed convolution", x=torch.randn(2, 3, 8, 8))
+    refused(net, "2.weight belongs to ConvTranspose2d, which has no sliced form", x=torch.randn(2, 3, 8, 8))
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_a_transposed_convolution_is_sliced_once_there_is_a_sliced_class_for_it(groups, monkeypatch):
+    """The trace asks the list of layers: a new one needs no other place."""
+
+    class ConvTranspose2d(mixing.Conv, nn.ConvTranspose2d):
+        transposed = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            parts = self._parts(x)
+            if parts is None:
+                return super(mixing.Conv, self).forward(x)
+            return F.conv_transpose2d(x, *parts[:2], groups=parts[2])
+
+        def _small(self, out, into, like):  # rows are inputs, each group has its own columns
+            weight = Take(self.axes.get("in") if into else None, out and out.slice.axis(inner=out.inner), bool(into))
+            return take(self.weight, weight), take(self.bias, Take(out))
+
+    monkeypatch.setattr(factory, "_SLICED", (*factory._SLICED, ConvTranspose2d))
+    net = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.ReLU(), nn.ConvTranspose2d(16, 32, 3, groups=groups), nn.ReLU(), nn.Conv2d(32, 4, 1)
+    )
+    report = sliceout.convert_(net, 0.5, example_inputs=torch.randn(2, 3, 8, 8))
+    members = [(m.module, m.role, m.blocks) for r in report.rows if r.slice is not None for m in r.group.members]
+    assert members == [("0", "out", groups), ("2", "in", groups), ("2", "out", groups), ("4", "in", groups)]
+    sliceout.draw_(net)
+    assert net(torch.randn(2, 3, 8, 8)).shape == (2, 4, 8, 8)
+
+
+@pytest.mark.parametrize(("first", "second"), [(4, 8), (8, 4)])
+def test_groups_of_channels_that_cut_each_other_are_left_whole(first, second):
+    net = nn.Sequential(
+        nn.Conv2d(3, 16, 1), nn.Conv2d(16, 32, 1, groups=first), nn.Conv2d(32, 32, 1, groups=second),
+        nn.Conv2d(32, 4, 1),
+    )  # fmt: skip
+    report = convert(net, torch.randn(2, 3, 4, 4))
+    layer = "1" if first < second else "2"
+    assert f"1: {layer} has groups of channels that lie across these units" in reasons(report)
+
+
+def in_place(change) -> Net:
+    def forward(m: Net, x: Tensor) -> Tensor:
+        h = torch.tanh(m.a(x))
+        change(h, torch.tensor([0, 3], device=h.device))
+        return m.b(h)
+
+    return Net(forward, (6, 32), (32, 3))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda h, i: h.index_fill_(1, i, 0.0),
+        lambda h, i: h.scatter_(1, i.expand(4, 2), 0.0),
+        lambda h, i: h.scatter_add_(1, i.expand(4, 2), torch.ones(4, 2, device=h.device, dtype=h.dtype)),
+    ],
+)
+def test_units_changed_in_place_by_position_are_left_whole(change):
+    refused(in_place(change), "used by position (indexing)")
+
+
+@pytest.mark.parametrize("change", [lambda h, i: h.unsqueeze_(1).squeeze_(1), lambda h, i: h.unsqueeze_(0).squeeze_()])
+def test_dimensions_of_size_1_come_and_go_in_place(change):
+    assert sliced_layers(convert(in_place(change))) == {"a", "b"}
 
 
 # -- what is sliced ----------------------------------------------------------------------------------------------------

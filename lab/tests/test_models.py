@@ -15,7 +15,7 @@ from torch import nn
 import sliceout
 from oracle import exactly
 from sliceout.cli import UserError
-from sliceout.conversion.baselines import SCHEMES
+from sliceout.schemes import SCHEMES
 from sliceout_lab.models import NAMES, TransformerLM, WideResNet, build
 from sliceout_lab.oracle import masked_dense_
 

@@ -219,7 +219,7 @@ def job(
 
 def scheme_of(experiment: Experiment, given: Mapping[str, Any]) -> dict[str, Any]:
     """The whole scheme: what is given, else the experiment's; what a scheme does not have is ``None``."""
-    from sliceout.conversion.baselines import SCHEMES
+    from sliceout.schemes import SCHEMES
 
     out = {
         **dict.fromkeys(SCHEME),

@@ -2,3 +2,24 @@
 
 Redrawing needs no callback: slices follow the optimizer whoever calls it.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from ..schedule import Schedule, Tail
+
+
+class Scheduled:
+    """Moves a schedule on before every step.
+
+    Args:
+        make: builds the schedule from the model when training begins; by default the paper's tail of 10 %.
+    """
+
+    schedule: Schedule
+
+    def __init__(self, make: Callable[[nn.Module], Schedule] = Tail) -> None:
+        self.make = make

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .. import convert_
 from ..capture import capture
-from ..conversion.inputs import guesses
+from ..conversion.dry_run import guesses
 from . import UserError
 from .cases import Case
 from .floor import narrow_

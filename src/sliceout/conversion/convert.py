@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from ..drawing import Slices
 from ..nn.base import Sliced
-from ..nn.factory import give_slices_, plain_
-from ..schemes.dropout import DROPS
-from ..schemes.subset import Subset
+from ..nn.factory import give_slices_
+from ..schemes import SCHEMES
 from ..slices import Axis, ConcatAxis, Slice, width_of
 from . import recipes
-from .baselines import drop_
-from .dry_run import DryRun
-from .groups import Group, find_groups, skip_partners
+from .dry_run import DryRun, all_plain_
+from .groups import Group, find_groups, skip_conflicts
 from .options import Filter, Rate, check_model, check_options, matches, rate_of
-from .patches import patch_blocks_
+from .other_schemes import drop_, patch_blocks_, readers_by_group
 from .profitability import default_align, device_and_dtype, not_profitable
 from .reasons import FILTERED, FROZEN, Reason, Skip
 from .report import Report, Row, pattern, savings
@@ -90,18 +86,11 @@ def convert_(
         >>> model(torch.zeros(3, 8)).shape
         torch.Size([3, 2])
     """
-    given = {
-        "sampling": sampling, "norm": norm, "fold": fold, "grads": grads, "attention": attention, "stages": stages,
-        "paper_exclusions": paper_exclusions, "payoff": payoff, "seed": seed,
-    }  # fmt: skip
     check_model(model)
-    check_options(scheme, rate, given, _DEFAULTS)
-    if scheme == "patch":
-        return patch_blocks_(
-            model, rate, norm=norm, align=align, filter=filter, example_inputs=example_inputs, seed=seed
-        )
-
-    run = DryRun(model, example_inputs)
+    check_options(locals(), _DEFAULTS)
+    run, place = DryRun(model, example_inputs), SCHEMES[scheme].place
+    if place == "blocks":
+        return patch_blocks_(run, rate, filter, {"norm": norm, "align": align or 1, "seed": seed})
     groups = find_groups(run.shadow(), run.trace)
     recipes.arrange(model, groups, run.trace, attention=attention, stages=stages, paper_exclusions=paper_exclusions)
 
@@ -116,27 +105,29 @@ def convert_(
         else:
             rates[group], width = found
             group.reason = not_profitable(group, width, modules, device, dtype) if payoff else None
-    skip_partners(groups)
-    recipes.choose(groups)
-    skip_partners(groups)
+    skip_conflicts(groups)
 
-    def make(group: Group) -> Slice:
+    def make(group: Group, scheme: str) -> Slice:
         read = not {m.role for m in group.members} <= {"out", "qk"}  # the temperature, not a norm, follows q and k
-        settings: dict[str, Any] = {"norm": norm if read else "none", "align": aligns[group], "seed": seed}
-        settings["fold"] = "consumer" if group.contracted or group.partner else fold  # fused: q, k and v alike
-        if scheme == "controlled":
-            return Subset(group.size, rates[group], **settings)
-        return Slice(group.size, rates[group], sampling=sampling, grads=grads, **settings)
+        alike = group.contracted or group.partner  # fused q, k and v
+        return SCHEMES[scheme].make(
+            group.size, rates[group], sampling=sampling, norm=norm if read else "none", align=aligns[group],
+            fold="consumer" if alike else fold, grads=grads, seed=seed,
+        )  # fmt: skip
 
-    apply = functools.partial(_slice_groups, make=make)
+    def apply(target: nn.Module, chosen: list[Group]) -> dict[Group, Slice]:
+        return _slice_groups(target, {g: make(g, scheme if place == "layers" else "sliceout") for g in chosen})
+
     plan, tried = run.working_groups(groups, apply)
     if isinstance(rate, (int, float)) and _skip_negligible(plan, run.trace.cost, tried.cost):
         plan, tried = run.working_groups(groups, apply)
 
-    if scheme in DROPS:
-        made, tried = drop_(model, plan, rates, scheme, run.trace), run.trace
+    if place == "layers":
+        made = run.finish(lambda model: apply(model, plan))
     else:
-        made = apply(model, plan)
+        readers, tried = readers_by_group(plan, scheme, modules, run.trace), run.trace
+        made = {g: make(g, scheme) for g in readers}
+        run.finish(lambda model: drop_(model, readers, made))
     if not made:
         raise ValueError(_nothing_to_slice(model, groups))
     rows = [Row(g, made.get(g)) for g in groups]
@@ -148,12 +139,9 @@ _DEFAULTS = {name: p.default for name, p in inspect.signature(convert_).paramete
 
 def revert_(model: nn.Module) -> nn.Module:
     """Undo :func:`convert_`: the original classes again. Weights stay as they are now."""
-    found = [m for m in model.modules() if isinstance(m, Sliced)]
-    if not found:
+    if not any(isinstance(m, Sliced) for m in model.modules()):
         raise ValueError(f"{type(model).__name__} has no sliced layer: nothing to revert")
-    for module in found:
-        plain_(module)  # type: ignore[arg-type]
-    return model
+    return all_plain_(model)
 
 
 # -- which groups, and how much of them --------------------------------------------------------------------------------
@@ -188,15 +176,13 @@ def _skip_negligible(plan: list[Group], before: Cost, after: Cost) -> bool:
     kinds: dict[str, list[Group]] = {}
     for group in plan:
         kinds.setdefault(pattern(group.name), []).append(group)
-    small = [
-        same for same in kinds.values()
-        if not any(g.dropouts for g in same)
-        and all(abs(sum(saved[g][i] for g in same)) < 1e-3 for i in range(2))
-    ]  # fmt: skip
-    for group in (g for same in small for g in same):
-        group.reason = Skip.NEGLIGIBLE("saves less than 0.1 % of the model's FLOPs and activations")
-        log.info("left out: %s: %s", group.name, group.reason)
-    return bool(small)
+    for same in kinds.values():
+        if any(g.dropouts for g in same) or any(abs(sum(saved[g][i] for g in same)) >= 1e-3 for i in range(2)):
+            continue
+        for group in same:
+            group.reason = Skip.NEGLIGIBLE("saves less than 0.1 % of the model's FLOPs and activations")
+            log.info("left out: %s: %s", group.name, group.reason)
+    return any(g.reason for g in plan)
 
 
 def _nothing_to_slice(model: nn.Module, groups: list[Group]) -> str:
@@ -216,29 +202,22 @@ def _nothing_to_slice(model: nn.Module, groups: list[Group]) -> str:
 # -- slicing the layers ------------------------------------------------------------------------------------------------
 
 
-def _slice_groups(model: nn.Module, groups: list[Group], make: Callable[[Group], Slice]) -> dict[Group, Slice]:
-    """Slice the layers of ``groups``, all or none; returns the slices by group."""
+def _slice_groups(model: nn.Module, made: dict[Group, Slice]) -> dict[Group, Slice]:
+    """Give the layers of groups their slices."""
     modules = dict(model.named_modules())
-    made = {g: make(g) for g in groups}
     sections: dict[str, dict[str, dict[int, Axis]]] = {}
     dims: dict[str, int] = {}
-    for group in groups:
+    for group, s in made.items():
         for m in group.members:
-            sections.setdefault(m.module, {}).setdefault(m.role, {})[m.offset] = made[group].axis(m.blocks, m.inner)
+            sections.setdefault(m.module, {}).setdefault(m.role, {})[m.offset] = s.axis(m.blocks, m.inner)
             dims[m.module] = m.dim
         for name in group.dropouts:
-            sections.setdefault(name, {})["unit"] = {0: made[group].axis()}
-    done: list[nn.Module] = []
-    try:
-        for name, roles in sections.items():
-            axes: dict[str, Any] = {}
-            for role, parts in roles.items():
-                ordered = tuple(parts[offset] for offset in sorted(parts))
-                axes[role] = ordered[0] if len(ordered) == 1 else ConcatAxis(ordered)
-            done.append(give_slices_(modules[name], axes, dims.get(name, 1)))
-        done += recipes.adapt(model, groups, made)
-    except BaseException:
-        for module in done:
-            plain_(module)
-        raise
+            sections.setdefault(name, {})["unit"] = {0: s.axis()}
+    for name, roles in sections.items():
+        axes: dict[str, Any] = {}
+        for role, parts in roles.items():
+            ordered = tuple(parts[offset] for offset in sorted(parts))
+            axes[role] = ordered[0] if len(ordered) == 1 else ConcatAxis(ordered)
+        give_slices_(modules[name], axes, dims.get(name, 1))
+    recipes.adapt(model, made)
     return made

@@ -1,24 +1,33 @@
-"""The dry run: a copy of the model runs its own code without data, first traced, then tried with slices."""
+"""The dry run: a copy of the model runs its own code without data, first traced, then tried with slices.
+
+What it is called with are the user's example inputs, or a guess from what the model says about itself.
+"""
 
 from __future__ import annotations
 
 import copy
 import logging
+import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..nn.base import Sliced
+from ..nn.factory import plain_
 from ..slices import Slice
-from . import inputs, recipes
+from . import recipes
 from .groups import Group, misaligned, skip_partners
 from .reasons import Skip
-from .trace import CurrentModule, RuleError, Trace, identify, meta_copy, trace
+from .trace import RuleError, Trace, identify, meta_copy, trace
 
 log = logging.getLogger(__name__)
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 Apply = Callable[[nn.Module, list[Group]], dict[Group, Slice]]
 _RETRIES = 8
 
@@ -36,10 +45,11 @@ class DryRun:
     def __init__(self, model: nn.Module, example_inputs: Any) -> None:
         self.model = model
         errors: list[str] = []
-        calls = inputs.guesses(model) if example_inputs is None else [inputs.as_call(example_inputs)]
+        calls = guesses(model) if example_inputs is None else [_as_call(example_inputs)]
         for call in calls:
             for device in ("meta", "cpu"):
-                self.device, self.call = device, inputs.to_device(call, device)
+                self.device = device
+                self.call: Call = tree_map_only(Tensor, operator.methodcaller("to", device), call)
                 tried = f"{_shapes(call)} on {device}"
                 found = self.run()
                 if isinstance(found, Trace):
@@ -65,17 +75,26 @@ class DryRun:
         except Exception as error:
             return self._failure("", error)
         apply(shadow)
-        current = CurrentModule(shadow)
+        stack = [""]
         try:
-            return trace(shadow, *self.call, current)
+            return trace(shadow, *self.call, stack)
         except RuleError:
             raise
         except Exception as error:
-            return self._failure(current.name, error)
+            return self._failure(stack[-1], error)
+
+    def finish(self, apply: Callable[[nn.Module], Any]) -> Any:
+        """Do to the model what was tried on copies of it; if that fails, the model is as it was before."""
+        try:
+            return apply(self.model)
+        except BaseException:
+            all_plain_(self.model)
+            raise
 
     def _failure(self, module: str, error: Exception) -> Failure:
         log.debug("%s on %s failed in %r", _shapes(self.call), self.device, module, exc_info=error)
-        return Failure(module, _first_line(error))
+        first_line = str(error).strip().partition("\n")[0]
+        return Failure(module, type(error).__name__ + (f": {first_line[:160]}" if first_line else ""))
 
     def working_groups(self, groups: list[Group], apply: Apply) -> tuple[list[Group], Trace]:
         """The groups with which the model's own code computes what it should, and the trace that shows it.
@@ -132,6 +151,13 @@ class DryRun:
         return tried if isinstance(tried, Trace) else self.trace
 
 
+def all_plain_(model: nn.Module) -> nn.Module:
+    """Take the slices of all its modules away, in place."""
+    for module in [m for m in model.modules() if isinstance(m, Sliced)]:
+        plain_(module)  # type: ignore[arg-type]
+    return model
+
+
 def _kind(group: Group) -> Any:
     """Equal for groups that differ in layer numbers only."""
     return group.size, tuple((re.sub(r"\d+", "*", m.module), m.role, m.blocks, m.inner) for m in group.members)
@@ -140,19 +166,94 @@ def _kind(group: Group) -> Any:
 def _nearest(groups: list[Group], failed: str) -> list[Group]:
     """The groups whose layers lie in the module that failed, or in the closest module around it."""
     path = failed.split(".") if failed else []
-    while path:
-        prefix = ".".join(path) + "."
-        near = [g for g in groups if any((m.module + ".").startswith(prefix) for m in g.members)]
-        if near:
+    for end in range(len(path), 0, -1):
+        around = ".".join(path[:end]) + "."
+        if near := [g for g in groups if any(f"{m.module}.".startswith(around) for m in g.members)]:
             return near
-        path.pop()
     return groups[:1]
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__
-
-
-def _shapes(call: inputs.Call) -> str:
+def _shapes(call: Call) -> str:
     return ", ".join(str(tuple(t.shape)) for t in tree_leaves(call) if isinstance(t, Tensor)) or "no tensors"
+
+
+# -- example inputs ----------------------------------------------------------------------------------------------------
+
+
+def _as_call(example: Any) -> Call:
+    """A tensor, a tuple of positional or a dict of keyword inputs, as ``(args, kwargs)``."""
+    if isinstance(example, dict) or hasattr(example, "keys"):
+        return (), dict(example)
+    if isinstance(example, (tuple, list)):
+        return tuple(example), {}
+    return (example,), {}
+
+
+def guesses(model: nn.Module) -> Iterator[Call]:
+    """Inputs the model might take, likeliest first, in the dtype of its parameters."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    for call in chain(_transformers(model), _timm(model), _from_first_layer(model)):
+        yield tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, call)
+
+
+def _transformers(model: Any) -> Iterator[Call]:
+    if not hasattr(model, "config") or not hasattr(model, "main_input_name"):
+        return
+    config, main = model.config, model.main_input_name
+    ids = torch.ones(2, 16, dtype=torch.int64)
+    if main == "pixel_values":
+        vision = getattr(config, "vision_config", config)
+        size, channels = getattr(vision, "image_size", 64), getattr(vision, "num_channels", 3)
+        height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
+        yield _as_call({"pixel_values": torch.zeros(2, channels, height, width)})
+    elif main == "input_values":
+        yield _as_call({"input_values": torch.zeros(2, 16000)})
+    elif main == "input_features":
+        features = torch.zeros(2, getattr(config, "num_mel_bins", 80), 3000)
+        yield _as_call({"input_features": features, "decoder_input_ids": ids})
+    else:
+        names = ("input_ids", "decoder_input_ids") if getattr(config, "is_encoder_decoder", False) else ("input_ids",)
+        yield _as_call({**dict.fromkeys(names, ids), "use_cache": False})
+        yield _as_call(dict.fromkeys(names, ids))
+    dummy = getattr(model, "dummy_inputs", None)
+    if dummy:
+        yield _as_call(dummy)
+
+
+def _timm(model: Any) -> Iterator[Call]:
+    config = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
+    shape = config.get("input_size") if isinstance(config, dict) else None
+    if shape:
+        yield _as_call(torch.zeros(2, *shape))
+        built_for = next((m.img_size for m in model.modules() if getattr(m, "img_size", None)), None)
+        if isinstance(built_for, (int, tuple)):
+            yield _as_call(torch.zeros(2, shape[0], *((built_for,) * 2 if isinstance(built_for, int) else built_for)))
+
+
+def _from_first_layer(model: nn.Module) -> Iterator[Call]:
+    """The first layer with weights takes the input: its kind says what kind of tensor that is."""
+    for module in model.modules():
+        for kinds, examples in _FIRST_LAYERS:
+            if isinstance(module, kinds):
+                yield from map(_as_call, examples(module))
+                return
+
+
+def _sequences(module: nn.Module) -> list[Any]:
+    sequence = torch.zeros(2, 16, next(p for p in module.parameters() if p.dim() == 2).shape[1])
+    return [sequence, (sequence,) * 3]
+
+
+_SIDES = (32, 224, 64, 128, 256, 299, 384)
+_FIRST_LAYERS: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
+    (nn.Linear, lambda m: [torch.zeros(2, m.in_features), torch.zeros(2, 16, m.in_features)]),
+    (nn.Embedding, lambda m: [torch.zeros(2, 16, dtype=torch.int64)]),
+    (nn.BatchNorm1d, lambda m: [torch.zeros(2, m.num_features)]),
+    (nn.BatchNorm2d, lambda m: [torch.zeros(2, m.num_features, 32, 32)]),
+    (nn.LayerNorm, lambda m: [torch.zeros(2, 16, *m.normalized_shape)]),
+    ((nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention), _sequences),
+    (nn.Conv1d, lambda m: (torch.zeros(2, m.in_channels, n) for n in _SIDES)),
+    (nn.Conv2d, lambda m: (torch.zeros(2, m.in_channels, n, n) for n in _SIDES)),
+    (nn.Conv3d, lambda m: (torch.zeros(2, m.in_channels, n, n, n) for n in (32, 64))),
+)
+"""What they may be given, likeliest first."""

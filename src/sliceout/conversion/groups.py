@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from ..nn.factory import sliced_class
 from ..nn.foreign import is_unitwise, mixing_base
 from ..nn.mixing import Conv, Mixing
-from .reasons import Reason, Skip
-from .trace import Atom, Dim, Trace, Use, block, expand, identify
+from .reasons import CONFLICT, Reason, Skip
+from .trace import Atom, Dim, Trace, block, expand, identify
 
-CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+CONVS = nn.modules.conv._ConvNd
+_Use = tuple[str, Dim, str | Reason]
+"""The name of a parameter, one of its dimensions and what that is to the layer; see :func:`_role`."""
 
 
 @dataclass(frozen=True)
@@ -55,22 +57,14 @@ class Group:
         return [m.module for m in self.members if m.role == role]
 
 
-class _Use(NamedTuple):
-    """One dimension of a parameter and what it is to its layer; see :func:`_role`."""
-
-    use: Use
-    dim: Dim
-    role: str | Reason
-
-
 def find_groups(model: nn.Module, trace: Trace) -> list[Group]:
     """All groups of the model in the order of their layers, with a reason on those that cannot be sliced."""
     modules = dict(model.named_modules())
     uses = [
-        _Use(use, dim, _role(modules[use.module], use, i, trace))
-        for use in trace.uses
-        if use.module in trace.shapes
-        for i, dim in enumerate(use.dims)
+        (name, dim, _role(modules, name, i, trace))
+        for name, dims in trace.uses.items()
+        if _layer(name) in trace.calls
+        for i, dim in enumerate(dims)
     ]
     _block_layers(model, uses)
     _block_residual_streams(trace)
@@ -87,8 +81,8 @@ def find_groups(model: nn.Module, trace: Trace) -> list[Group]:
         or (g.reason is not None and g.reason.code is not Skip.OUTPUT and not known & {*g.names("out"), ""})
     ]  # fmt: skip
     stems = {
-        u.use.module for u in uses
-        if u.role == "in" and any(a.blocked and a.blocked.code is Skip.INPUT for a in expand(u.dim))
+        _layer(name) for name, dim, role in uses
+        if role == "in" and any(a.blocked and a.blocked.code is Skip.INPUT for a in expand(dim))
     }  # fmt: skip
     for group in groups:
         group.name = group.names("out")[0]
@@ -101,6 +95,10 @@ def find_groups(model: nn.Module, trace: Trace) -> list[Group]:
     return groups
 
 
+def _layer(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
 def _block_layers(model: nn.Module, uses: list[_Use]) -> None:
     """Block the units of parameters that cannot be sliced, and mark those that some layer writes."""
     seen: dict[int, str] = {}
@@ -109,9 +107,9 @@ def _block_layers(model: nn.Module, uses: list[_Use]) -> None:
         first = seen.setdefault(id(parameter), name)
         if first != name:
             shared[first], shared[name] = name, first
-    for use, dim, role in uses:
-        if use.name in shared:
-            block([dim], Skip.SHARED(f"{use.name} is shared with {shared[use.name]}"))
+    for name, dim, role in uses:
+        if name in shared:
+            block([dim], Skip.SHARED(f"{name} is shared with {shared[name]}"))
         elif isinstance(role, Reason):
             block([dim], role)
         elif role == "out":
@@ -132,30 +130,26 @@ def _block_residual_streams(trace: Trace) -> None:
 def _collect(modules: dict[str, nn.Module], uses: list[_Use], trace: Trace) -> dict[Atom, Group]:
     """One group for each run of units: the layers that hold it, and what it passes through between them."""
     found: dict[Atom, Group] = {}
-    for use, dim, role in uses:
+    for name, dim, role in uses:
         if isinstance(role, Reason) or role == "kernel":
             continue
-        module, flat = modules[use.module], expand(dim)
+        layer, flat = _layer(name), expand(dim)
         for i, atom in enumerate(flat):
-            group = found.setdefault(atom, Group(use.module, atom.size, [], reason=atom.blocked))
+            group = found.setdefault(atom, Group(layer, atom.size, [], reason=atom.blocked))
             group.contracted = list(dict.fromkeys(atom.contracted))
             group.batched = list(dict.fromkeys(atom.batched))
             before, after = math.prod(a.size for a in flat[:i]), math.prod(a.size for a in flat[i + 1 :])
-            if role == "out" and 1 < before * atom.size < getattr(module, "groups", 1):
-                finer = f"{use.module} has groups of channels finer than these units"
-                group.reason = group.reason or Skip.CHANNEL_GROUPS(finer)
-            inputs = trace.inputs.get(use.module, [])  # the channel dimension, where it cannot be told
-            input_dim = next((d for d, units in enumerate(inputs) if atom in expand(units)), 1)
-            for member in _members(module, use.module, role, before, atom.size, after, input_dim):
-                if member not in group.members:
-                    group.members.append(member)
-    for name, dims in trace.dropouts.items():
-        for atom in expand([a for dim in dims for a in dim]):
-            if atom in found and name not in found[atom].dropouts:
+            inputs = trace.last_input(layer)
+            input_dim = next((d for d, units in enumerate(inputs) if atom in expand(units)), 1)  # 1: of channels
+            members = _members(modules[layer], name, role, before, atom.size, after, input_dim)
+            group.members += [m for m in members if m not in group.members]
+            group.reason = group.reason or _channel_groups(modules[layer], members[-1], atom.size)
+    for name, calls in trace.calls.items():
+        if isinstance(modules[name], nn.modules.dropout._DropoutNd):
+            for atom in {a for read, _ in calls for dim in read for a in expand(dim)} & found.keys():
                 found[atom].dropouts.append(name)
-    for name, dims in trace.inputs.items():
         if next(modules[name].parameters(), None) is None and next(modules[name].children(), None) is None:
-            for atom in {a for dim in dims for a in expand(dim)} & found.keys():
+            for atom in {a for dim in trace.last_input(name) for a in expand(dim)} & found.keys():
                 found[atom].passes.append(name)
     return found
 
@@ -164,12 +158,11 @@ def _split_fused(modules: dict[str, nn.Module], group: Group, atom: Atom, trace:
     """Split a fused ``[q, k, v] x heads x dims`` projection in two: queries with keys, and values with their reader."""
     if not group.contracted or len(group.names("out")) != 1 or len(group.names("in")) != 1 or group.reason:
         return None
-    wide, narrow = ([m for m in group.members if m.role == role][0] for role in ("out", "in"))  # noqa: RUF015
-    rows, cols = (
-        next((expand(u.dims[_weight_dim(modules, m)]) for u in trace.uses if u.name == f"{m.module}.weight"), None)
-        for m in (wide, narrow)
-    )
-    if rows is None or cols is None or rows[0].size != 3 or rows[1:] != cols:
+    wide, narrow = (next(m for m in group.members if m.role == role) for role in ("out", "in"))
+    if not all(f"{m.module}.weight" in trace.uses for m in (wide, narrow)):
+        return None
+    rows, cols = (expand(trace.uses[f"{m.module}.weight"][_weight_dim(modules, m)]) for m in (wide, narrow))
+    if rows[0].size != 3 or rows[1:] != cols:
         return None
     heads, length = narrow.blocks, wide.blocks // 3 * atom.size * wide.inner
     queries = replace(group, members=[replace(wide, blocks=2 * heads)])
@@ -185,6 +178,20 @@ def skip_partners(groups: list[Group]) -> None:
             group.reason = group.partner.reason
 
 
+def skip_conflicts(groups: list[Group]) -> None:
+    """Where two groups want the same dimension of a layer (heads and their dims, say), keep the larger one."""
+    skip_partners(groups)
+    taken: dict[tuple[str, str, int], Group] = {}
+    for group in sorted((g for g in groups if g.reason is None), key=lambda g: -g.size):
+        dims = [(m.module, m.role, m.offset) for m in group.members]
+        other = next((taken[dim] for dim in dims if dim in taken), None)
+        if other is not None:
+            group.reason = Skip.CONFLICT(f"{CONFLICT} ({other.size} units of {other.name})")
+        else:
+            taken.update(dict.fromkeys(dims, group))
+    skip_partners(groups)
+
+
 def _sliced_form(module: nn.Module) -> Any:
     """The sliced class whose roles a layer has; ``None`` if it has none or treats units one by one."""
     return sliced_class(type(module)) or mixing_base(type(module))
@@ -195,36 +202,52 @@ def _weight_dim(modules: dict[str, nn.Module], member: Member) -> int:
     return int((member.role == "in") != _sliced_form(modules[member.module]).transposed)
 
 
-def _role(module: nn.Module, use: Use, dim: int, trace: Trace) -> str | Reason:
+def _role(modules: dict[str, nn.Module], name: str, dim: int, trace: Trace) -> str | Reason:
     """What a dimension of a parameter is to its layer, or why the layer cannot be sliced."""
-    kind, held = type(module).__name__, module._parameters.get(use.key)
+    layer, _, key = name.rpartition(".")
+    module = modules[layer]
+    kind, held = type(module).__name__, module._parameters.get(key)
     if held is not None and (type(held) is not nn.Parameter or not held.is_floating_point()):
         stored = f"{type(held).__name__} of {held.dtype}"
-        return Skip.QUANTISED(f"{use.name} is stored as {stored}, as quantised weights are")
+        return Skip.QUANTISED(f"{name} is stored as {stored}, as quantised weights are")
     made = _sliced_form(module)
     if made is None or not issubclass(made, Mixing):
         has_layers = any(p is not None for child in module.children() for p in child.parameters())
         if dim < 2 and (made is not None or (is_unitwise(module) and not has_layers)):
             return "unit"
-    elif use.key == "bias":
+    elif key == "bias":
         return "out"
-    elif use.key == "weight" and (sliced_class(type(module)) is not None or use.name in trace.direct):
+    elif key == "weight" and (sliced_class(type(module)) is not None or name in trace.direct):
         return "kernel" if dim > 1 else ("in", "out")[dim if made.transposed else 1 - dim]
     if mixing_base(type(module)) is not None:
-        return Skip.NO_SLICED_FORM(f"{kind} computes its weight from {use.name}")
-    return Skip.NO_SLICED_FORM(f"{use.name} belongs to {kind}, which has no sliced form")
+        return Skip.NO_SLICED_FORM(f"{kind} computes its weight from {name}")
+    return Skip.NO_SLICED_FORM(f"{name} belongs to {kind}, which has no sliced form")
 
 
-def _members(module: Any, name: str, role: str, before: int, size: int, after: int, dim: int) -> list[Member]:
+def _has_groups(module: Any) -> bool:
+    form = _sliced_form(module)
+    return form is not None and issubclass(form, Conv) and bool(module.groups > 1)
+
+
+def _members(module: Any, parameter: str, role: str, before: int, size: int, after: int, dim: int) -> list[Member]:
     """The members that a parameter dimension ``[before, size, after]`` stands for."""
-    made = _sliced_form(module)
-    if made is not None and issubclass(made, Conv) and module.groups > 1:
-        if role == "in":
-            return [Member(name, "in", module.groups * before, after)]
-        if before * size <= module.groups:  # whole groups: the units pass through
-            per_input = module.in_channels // (before * size)
-            return [Member(name, "in", before, per_input), Member(name, "out", before, after)]
-    return [Member(name, role, before, after, dim if role == "unit" and made is None else 1)]
+    layer, _, key = parameter.rpartition(".")
+    if not _has_groups(module):
+        return [Member(layer, role, before, after, dim if role == "unit" and _sliced_form(module) is None else 1)]
+    if key == "weight" and role == ("out" if _sliced_form(module).transposed else "in"):
+        before *= module.groups  # every group has these columns
+    elif before * size <= module.groups:  # whole groups: the units pass through
+        channels = {"in": module.in_channels, "out": module.out_channels}
+        return [Member(layer, r, before, n // (before * size)) for r, n in channels.items()]
+    return [Member(layer, role, before, after)]
+
+
+def _channel_groups(module: Any, member: Member, size: int) -> Reason | None:
+    """Why the groups of a convolution do not fit the units; ``None`` if they do: whole groups, or inside every one."""
+    if not _has_groups(module) or module.groups in (member.blocks, member.blocks * size):
+        return None
+    how = "finer than" if member.blocks * size < module.groups else "that lie across"
+    return Skip.CHANNEL_GROUPS(f"{member.module} has groups of channels {how} these units")
 
 
 def _kind(modules: dict[str, nn.Module], group: Group) -> str:
@@ -248,10 +271,11 @@ def misaligned(model: nn.Module, group: Group, width: int, trace: Trace) -> Reas
         form = _sliced_form(modules[m.module])
         if form is None or not issubclass(form, Mixing):
             continue
-        inside_groups = issubclass(form, Conv) and modules[m.module].groups > 1 and m.role == "in"
-        if inside_groups and any(o.module == m.module and o.role == "out" for o in group.members):
+        dim = _weight_dim(modules, m)
+        inside_groups = dim == 1 and _has_groups(modules[m.module])
+        if inside_groups and any(o.module == m.module and o.role != m.role for o in group.members):
             continue  # whole groups: the rows stand for both
-        taken = trace.takes.get((f"{m.module}.weight", _weight_dim(modules, m), m.offset))
+        taken = trace.takes.get((f"{m.module}.weight", dim, m.offset))
         if taken is None:
             return Skip.MISALIGNED(f"{m.module} is not given sliced units: the code around it fixes their number")
         blocks, at = 1 if inside_groups else m.blocks, 1

@@ -10,28 +10,18 @@ import torch
 from torch import nn
 
 from ..nn.base import Sliced
-from ..schemes.dropout import DROPS
+from ..schemes import SCHEMES
 from ..slices import Slice, width_of
-from .baselines import SCHEMES
 
 Rate = float | Mapping[str, float] | Callable[[str], float | None] | None
 Filter = str | Iterable[str] | Callable[[nn.Module, str], bool] | None
 
-NO_EFFECT: dict[str, tuple[str, ...]] = {
-    "sliceout": (),
-    "controlled": ("sampling", "grads"),
-    "patch": ("sampling", "fold", "grads", "attention", "stages", "paper_exclusions", "payoff"),
-    **dict.fromkeys(DROPS, ("sampling", "norm", "fold", "grads", "seed")),
-}
-"""By scheme, the options that change nothing. Dropout has an ``align``: it drops where SliceOut would slice, and that
-depends on the widths."""
 _WAY_OUT = {
     "grads": "compact gradients go with scheme='sliceout'",
     "seed": "its masks come from torch's random state, call torch.manual_seed",
-    **{
-        name: f"{name} is about units, choose blocks with filter="
-        for name in ("attention", "stages", "paper_exclusions")
-    },
+    "attention": "attention is about units, choose blocks with filter=",
+    "stages": "stages is about units, choose blocks with filter=",
+    "paper_exclusions": "paper_exclusions is about units, choose blocks with filter=",
 }
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "OptimizedModule"}
 
@@ -49,8 +39,9 @@ def check_model(model: nn.Module) -> None:
             raise ValueError(f"{name or 'the model'} is a TorchScript module, whose classes cannot be changed")
 
 
-def check_options(scheme: str, rate: Rate, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+def check_options(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Refuse unknown values, and options that have no effect with this scheme; their default values do no harm."""
+    scheme, rate = given["scheme"], given["rate"]
     if scheme not in SCHEMES:
         raise ValueError(f"scheme={scheme!r}: expected one of {', '.join(map(repr, SCHEMES))}")
     if given["attention"] not in ("dims", "heads", "off"):
@@ -60,7 +51,7 @@ def check_options(scheme: str, rate: Rate, given: Mapping[str, Any], defaults: M
     Slice(8, 0.5, **{name: given[name] for name in ("sampling", "norm", "fold", "grads", "seed")})  # knows the names
     for value in [rate] if isinstance(rate, (int, float)) else rate.values() if isinstance(rate, Mapping) else []:
         width_of(1 << 20, value, None)
-    for name in NO_EFFECT[scheme]:
+    for name in SCHEMES[scheme].no_effect:
         if given[name] != defaults[name]:
             raise ValueError(
                 f"{name}={given[name]!r} has no effect with scheme={scheme!r}: {_WAY_OUT.get(name, 'leave it out')}"

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 TABLE = Path(__file__).with_name("profitability.json")
 NEAR = 2.0
-"""Sizes and batches up to this factor apart are taken to behave alike."""
+"""Sizes up to this factor apart are taken to behave alike."""
 MANY = 4096
 """The more rows, the better a slice pays: from so many on, what does not pay pays at no batch."""
 
@@ -52,35 +52,23 @@ def default_align(size: int, device: torch.device | str = "cpu", dtype: torch.dt
 
 
 def cannot_pay(
-    kind: str,
-    size: int,
-    width: int,
-    device: torch.device | str,
-    dtype: torch.dtype | None = None,
-    rows: int | None = None,
+    kind: str, size: int, width: int, device: torch.device | str, dtype: torch.dtype | None = None
 ) -> str | None:
     """Why slicing ``size`` units down to ``width`` was measured not to save time; ``None`` if it may.
 
-    Args:
-        kind: ``"linear"``, ``"conv1"`` (1x1), ``"conv3"`` (wider kernels) or ``"depthwise"`` (between two 1x1).
-        size, width: units of the group, and how many of them are kept.
-        device: where the model lives.
-        dtype: of its products: that of autocast, or of the weights. Left out, any of those measured may pay.
-        rows: rows (tokens, pixels) of a training batch. Left out, the batch that suits slices best counts, if a large
-            one was measured: what does not pay there pays nowhere.
+    The batch that suits slices best counts, if a large one was measured: what does not pay there pays nowhere. ``kind``
+    is as in :func:`_kind_of`; ``dtype`` is that of the products, and without it any of those measured may pay.
     """
-    if not 0 < width < size:
-        return None
-    measured: list[tuple[float, str]] = []
+    best: tuple[float, str] | None = None
     for entry in _entries(torch.device(device), dtype):
-        ratios = _comparable(entry["pays"], kind, size, 1 - width / size, rows)
-        if not ratios or (rows is None and max(ratios) < MANY):
+        ratios = _comparable(entry["pays"], kind, size, 1 - width / size)
+        if max(ratios, default=0) < MANY:
             return None
         ratio = min(ratios.values())
         where = f"{entry['machine']} (measured: {ratio:.0%} of the full layers' time; {entry['file']})"
-        measured.append((ratio, f"{size} units: a slice of {width} cannot pay on {where}"))
-    least, told = min(measured, key=lambda m: m[0], default=(0.0, ""))
-    return told if least >= 1 else None
+        if best is None or ratio < best[0]:
+            best = ratio, where
+    return f"{size} units: a slice of {width} cannot pay on {best[1]}" if best and best[0] >= 1 else None
 
 
 def not_profitable(
@@ -101,7 +89,7 @@ def not_profitable(
 
 
 def _kind_of(layer: Any) -> str:
-    """As the measurements call it."""
+    """As the measurements call it; ``depthwise`` stands between two 1x1 convolutions, ``conv3`` has a wider kernel."""
     if not hasattr(layer, "in_channels"):
         return "linear"
     if layer.groups > 1:
@@ -120,7 +108,7 @@ def device_and_dtype(model: nn.Module) -> tuple[torch.device, torch.dtype | None
     return first.device, None if first.dtype is torch.float32 else first.dtype
 
 
-def _comparable(measured: list[Any], kind: str, size: int, rate: float, rows: int | None) -> dict[int, float]:
+def _comparable(measured: list[Any], kind: str, size: int, rate: float) -> dict[int, float]:
     """For each batch that was measured, the ratio at the nearest size and at this rate.
 
     Between two rates that were measured the better one counts: the nearer may cut tiles in two. Above all of them
@@ -128,7 +116,7 @@ def _comparable(measured: list[Any], kind: str, size: int, rate: float, rows: in
     """
     found: dict[int, dict[int, list[tuple[float, float]]]] = {}
     for its_kind, its_size, its_rows, its_rate, ratio in measured:
-        if its_kind == kind and _near(its_size, size) and (rows is None or _near(its_rows, rows)):
+        if its_kind == kind and 1 / NEAR <= its_size / size <= NEAR:
             found.setdefault(its_rows, {}).setdefault(its_size, []).append((its_rate, ratio))
     ratios = {}
     for its_rows, sizes in found.items():
@@ -138,10 +126,6 @@ def _comparable(measured: list[Any], kind: str, size: int, rate: float, rows: in
             exact = above == 0 or pairs[above][0] < rate + 1e-6
             ratios[its_rows] = min(ratio for _, ratio in pairs[above if exact else above - 1 : above + 1])
     return ratios
-
-
-def _near(a: float, b: float) -> bool:
-    return 1 / NEAR <= a / b <= NEAR
 
 
 def _entries(device: torch.device, dtype: torch.dtype | None) -> list[dict[str, Any]]:

@@ -25,11 +25,11 @@ def savings(sliced: list[Group], before: Cost, after: Cost) -> dict[Group, tuple
     return {g: (flops[g], gone[g]) for g in sliced}
 
 
-def _shares(touched: dict[Group, set[str]], before: dict[str, int], after: dict[str, int]) -> dict[Group, float]:
+def _shares(touched: dict[Group, set[str]], before: Counter[str], after: Counter[str]) -> dict[Group, float]:
     """What the modules of each group save of the whole, divided among the groups that touch them."""
-    sharers, total = Counter(name for names in touched.values() for name in names), max(sum(before.values()), 1)
-    saved = {name: (before.get(name, 0) - after.get(name, 0)) / sharers[name] for name in sharers}
-    return {g: sum(saved[name] for name in names) / total for g, names in touched.items()}
+    sharers = Counter(name for names in touched.values() for name in names)
+    saved = {name: (before[name] - after[name]) / n for name, n in sharers.items()}
+    return {g: sum(saved[name] for name in names) / max(before.total(), 1) for g, names in touched.items()}
 
 
 @dataclass
@@ -79,29 +79,25 @@ class Report:
     @property
     def flop_saving(self) -> float:
         """Expected fraction of the FLOPs that is saved: of the forward, and so of the backward too."""
-        return 1 - self.after.total_flops / max(self.before.total_flops, 1)
+        return 1 - self.after.flops.total() / max(self.before.flops.total(), 1)
 
     @property
     def activation_saving(self) -> float:
         """Expected fraction of the numbers written by the layers that is saved."""
-        return 1 - self.after.total_activations / max(self.before.total_activations, 1)
+        return 1 - self.after.activations.total() / max(self.before.activations.total(), 1)
 
     def saving_of(self, row: Row) -> tuple[float, float]:
-        """FLOPs and activations that the layers of one group save, as fractions of the whole model.
-
-        A layer between two groups is counted half in each.
-        """
-        return savings([r.group for r in self.rows if r.slice is not None], self.before, self.after).get(
-            row.group, (0.0, 0.0)
-        )
+        """FLOPs and activations that the layers of one group save; see :func:`savings`."""
+        sliced = [r.group for r in self.rows if r.slice is not None]
+        return savings(sliced, self.before, self.after).get(row.group, (0.0, 0.0))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         return {
             "model": self.model,
             "scheme": self.scheme,
-            "flops": {"full": self.before.total_flops, "sliced": self.after.total_flops},
-            "activations": {"full": self.before.total_activations, "sliced": self.after.total_activations},
+            "flops": {"full": self.before.flops.total(), "sliced": self.after.flops.total()},
+            "activations": {"full": self.before.activations.total(), "sliced": self.after.activations.total()},
             "groups": [
                 {
                     "name": r.name,
@@ -158,9 +154,8 @@ def _title(report: Report, sliced: list[Row]) -> str:
     groups = "1 group" if len(sliced) == 1 else f"{len(sliced)} groups"
     made = [(r.group, r.slice) for r in sliced if r.slice is not None]
     samplings = dict.fromkeys(s.sampling for _, s in made)
-    norms = dict.fromkeys(
-        s.norm for g, s in made if g.names("in") or not g.contracted
-    )  # q and k have none of their own
+    # queries and keys have no norm of their own
+    norms = dict.fromkeys(s.norm for g, s in made if g.names("in") or not g.contracted)
     compact = "; compact gradients" if any(s.grads == "compact" for _, s in made) else ""
     settings = f"{', '.join(samplings)}; norm {', '.join(norms) or 'none'}{compact}"
     if report.scheme == "sliceout":

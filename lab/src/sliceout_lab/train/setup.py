@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, Optimizer, RMSprop
 from sliceout import Tail, convert_
 from sliceout.cli import UserError
 from sliceout.cli.work import set_precision
-from sliceout.conversion.options import NO_EFFECT
+from sliceout.schemes import SCHEMES
 
 from .. import data, models
 from ..experiment import Job
@@ -134,7 +134,7 @@ def _convert(model: nn.Module, config: dict[str, Any], feed: Any, seed: int) -> 
     x = feed.inputs_like()[0][:2].cpu().contiguous()
     settings: dict[str, Any] = {"scheme": scheme, "example_inputs": x, "align": config["align"]}
     ours = {"seed": seed, "payoff": False}  # an experiment is the same one on every machine
-    settings |= {k: v for k, v in ours.items() if k not in NO_EFFECT[scheme]}
+    settings |= {k: v for k, v in ours.items() if k not in SCHEMES[scheme].no_effect}
     settings |= {k: config[k] for k in ("sampling", "norm", "stages", "attention") if config[k] is not None}
     if config["exclusions"]:
         settings["paper_exclusions"] = True

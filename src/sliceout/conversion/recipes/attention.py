@@ -9,6 +9,7 @@ softmax temperature. Those become properties that follow the slice, so the model
 from __future__ import annotations
 
 import math
+from itertools import product
 
 from torch import nn
 
@@ -65,7 +66,7 @@ def _multihead(model: nn.Module, trace: Trace, attention: str) -> list[Group]:
     """torch's own attention, which the trace cannot look into: its numbers are local variables."""
     found: list[Group] = []
     for name, module in model.named_modules():
-        if not isinstance(module, nn.MultiheadAttention) or name not in trace.shapes:
+        if not isinstance(module, nn.MultiheadAttention) or name not in trace.calls:
             continue
         reason = None
         if module.bias_k is not None or module.add_zero_attn:
@@ -99,39 +100,29 @@ def objection(group: Group, width: int, before: Trace, after: Trace) -> Reason |
     return None
 
 
-def adapt(model: nn.Module, groups: list[Group], made: dict[Group, Slice]) -> list[nn.Module]:
+def adapt(model: nn.Module, made: dict[Group, Slice]) -> None:
     """Let the numbers of each attention module follow its slices; torch's own is sliced by then and has none."""
     modules = dict(model.named_modules())
-    touched = []
-    for group in groups:
+    for group, s in made.items():
         for name in group.contracted or group.batched:
-            numbers = _numbers(modules[name], made[group].size, bool(group.contracted))
+            numbers = _numbers(modules[name], s.size, bool(group.contracted))
             if numbers and not isinstance(modules[name], Sliced):
-                touched.append(follow_width_(modules[name], made[group], numbers))
-    for group in groups:
+                follow_width_(modules[name], s, numbers)
+    for group, s in made.items():
         if group.kind == "attention" and not group.contracted and not group.batched and group.partner is None:
             home, _, projection = group.name.rpartition(".")
-            module = modules[home]
-            if not isinstance(module, Sliced) and slice_rotary_values_(module, projection, made[group]):
-                touched.append(module)
-    return touched
+            if not isinstance(modules[home], Sliced):
+                slice_rotary_values_(modules[home], projection, s)
 
 
 def _numbers(module: nn.Module, size: int, inside: bool) -> dict[str, WidthPower]:
     """The attributes of an attention module that depend on the width of a slice of ``size`` units, and how."""
-    out: dict[str, WidthPower] = {}
     own = vars(module)
-    exact, scaled = (INSIDE, TOTAL) if inside else (HEADS, TOTAL)
-    for name in exact:
-        if own.get(name) == size:
-            out[name] = WidthPower()
-    for name in scaled:
-        value = own.get(name)
-        if isinstance(value, int) and value % size == 0:
-            out[name] = WidthPower(times=value // size)
-    if inside:
-        for name in SCALES:
-            for exponent in (-0.5, 0.5):
-                if isinstance(own.get(name), float) and math.isclose(own[name], size**exponent, rel_tol=1e-6):
-                    out[name] = WidthPower(exponent=exponent)
+    out = {name: WidthPower() for name in (INSIDE if inside else HEADS) if own.get(name) == size}
+    for name in TOTAL:
+        if isinstance(own.get(name), int) and own[name] % size == 0:
+            out[name] = WidthPower(times=own[name] // size)
+    for name, exponent in product(SCALES if inside else (), (-0.5, 0.5)):
+        if isinstance(own.get(name), float) and math.isclose(own[name], size**exponent, rel_tol=1e-6):
+            out[name] = WidthPower(exponent=exponent)
     return out

@@ -12,12 +12,8 @@ What remains unblocked is a set of units that can be sliced together. Whether th
 smaller tensors is not decided here: ``convert_`` tries it on the same meta copy.
 """
 
-from . import products, shapes, units  # noqa: F401  # they register their rules
+from . import arithmetic, shapes  # noqa: F401  # they register their rules
 from .atoms import Atom, Dim, block, expand, identify, size
-from .run import CurrentModule, meta_copy
-from .tracer import Cost, RuleError, Trace, Use, trace
+from .tracer import Cost, RuleError, Trace, meta_copy, trace
 
-__all__ = [
-    "Atom", "Cost", "CurrentModule", "Dim", "RuleError", "Trace", "Use", "block", "expand", "identify", "meta_copy",
-    "size", "trace",
-]  # fmt: skip
+__all__ = ["Atom", "Cost", "Dim", "RuleError", "Trace", "block", "expand", "identify", "meta_copy", "size", "trace"]

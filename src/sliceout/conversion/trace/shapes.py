@@ -11,7 +11,7 @@ from .atoms import Atom, Dim, block, identify, new_dim, new_dims, size, split_fr
 from .tracer import Tracer, rule, unknown
 
 
-@rule("view", "_unsafe_view", "reshape", "_reshape_alias", "_reshape_copy")
+@rule("view", "_unsafe_view", "_reshape_alias", "_reshape_copy")
 def view(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     y = outputs[0]
     rest = [atom for dim in t.dims(inputs[0]) for atom in dim]
@@ -26,7 +26,7 @@ def view(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tenso
     return dims
 
 
-@rule("permute", "transpose", "t", "numpy_T")
+@rule("permute", "transpose", "t")
 def permute(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     dims = list(t.dims(inputs[0]))
     if "dim0" in a:
@@ -38,22 +38,14 @@ def permute(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Te
     return dims
 
 
-@rule("unsqueeze")
-def unsqueeze(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
-    dims = t.dims(inputs[0])
-    at = a["dim"] % (len(dims) + 1)
-    return [*dims[:at], [], *dims[at:]]
-
-
-@rule("squeeze")
+@rule("squeeze", "unsqueeze")
 def squeeze(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
-    x = inputs[0]
-    named = a.get("dim")
-    drop = range(x.dim()) if named is None else [d % x.dim() for d in ([named] if isinstance(named, int) else named)]
-    return [dim for i, dim in enumerate(t.dims(x)) if not (i in drop and x.shape[i] == 1)]
+    """Dimensions of size 1, which hold no units, come and go."""
+    rest = (dim for dim in t.dims(inputs[0]) if size(dim) > 1)
+    return [next(rest) if n > 1 else [] for n in outputs[0].shape]
 
 
-@rule("expand", "repeat", "tile")
+@rule("expand", "repeat")
 def expand_rule(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     x, y = inputs[0], outputs[0]
     dims = new_dims(y.shape)
@@ -79,7 +71,7 @@ def _fused(sections: list[Dim], n: int) -> Dim | None:
     return [Atom(n // size(unit)), *unit]
 
 
-@rule("cat", "concat")
+@rule("cat")
 def cat(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     y, at = outputs[0], a["dim"] % outputs[0].dim()
     parts = [x for x in inputs if x.dim() == y.dim()]
@@ -108,7 +100,7 @@ def stack(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tens
     return [*dims[:at], new_dim(y.shape[at]), *dims[at:]]
 
 
-@rule("split", "chunk", "split_with_sizes", "unsafe_split", "unsafe_chunk")
+@rule("split", "split_with_sizes", "unsafe_split")
 def split(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     """Equal parts are one factor of the dimension, as gate and up in a fused projection."""
     x, at = inputs[0], a["dim"] % inputs[0].dim()
@@ -135,23 +127,18 @@ def select(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Ten
     return [*dims[:at], *dims[at + 1 :]]
 
 
-@rule("slice", "narrow", "index_select", "gather", "scatter", "scatter_add", "slice_scatter", "unfold", "index_fill")
+@rule("slice", "index_select", "gather", "scatter", "scatter_add", "slice_scatter", "unfold", "index_fill")
 def partial(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     """Part of a dimension is used by position; the other dimensions pass."""
     x, y = inputs[0], outputs[0]
-    dims = list(t.dims(x))
     at = a.get("dim", a.get("dimension", 0)) % x.dim()
     if y.dim() != x.dim():
         return unknown(t, "unfold", inputs, outputs)
-    if t.is_known(y):
-        return None
     if id(x) in t.names and len(inputs) == 1:  # a part of a fused parameter, about to be taken
         t.offsets[id(y)] = a.get("start") or 0
         t.same_parameter(x, y)
-    if y.shape[at] != x.shape[at] or len(inputs) > 1:
-        indexed = t.because(Skip.INDEXED, "used by position (indexing)")
-        block([dims[at]], indexed)
-        dims[at] = new_dim(y.shape[at], indexed)
+    indexed = [at] if y.shape[at] != x.shape[at] or len(inputs) > 1 else []
+    dims = t.without(x, indexed, y, t.because(Skip.INDEXED, "used by position (indexing)"))
     if any(i != at and n != x.shape[i] for i, n in enumerate(y.shape)):
         return unknown(t, "indexing", inputs, outputs)
     return dims
@@ -176,13 +163,8 @@ def embedding(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[
     return [*t.dims(ids), t.dims(w)[1]]
 
 
-@rule("constant_pad_nd", "pad")
+@rule("constant_pad_nd")
 def pad(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     x, y = inputs[0], outputs[0]
-    dims = list(t.dims(x))
-    padded = t.because(Skip.PADDED, "padded")
-    for i, n in enumerate(y.shape):
-        if n != x.shape[i]:
-            block([dims[i]], padded)
-            dims[i] = new_dim(n, padded)
-    return dims
+    changed = [i for i, n in enumerate(y.shape) if n != x.shape[i]]
+    return t.without(x, changed, y, t.because(Skip.PADDED, "padded"))

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import random
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...ops import without_views
 from ..reasons import Reason, Skip
 from .atoms import Dim, block, new_dim, new_dims, size
-from .run import CurrentModule, MetaScalars, fixed_randomness
 
 
 class RuleError(RuntimeError):
@@ -23,73 +27,56 @@ class RuleError(RuntimeError):
 
 
 @dataclass
-class Use:
-    """A parameter or buffer of the model and the dimensions it was seen with."""
-
-    name: str
-    module: str
-    key: str
-    dims: list[Dim]
-
-
-@dataclass
 class Cost:
     """What one forward pass of one batch takes: FLOPs (by torch's own counter) and numbers written, by layer."""
 
-    flops: dict[str, int] = field(default_factory=dict)
-    activations: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def total_flops(self) -> int:
-        return sum(self.flops.values())
-
-    @property
-    def total_activations(self) -> int:
-        return sum(self.activations.values())
+    flops: Counter[str] = field(default_factory=Counter)
+    activations: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass
 class Trace:
-    """What one forward pass tells: the uses of all parameters, the adds between branches, the dropouts on the way."""
+    """What one forward pass tells: the units of all parameters, the calls of all modules, the adds between branches."""
 
-    uses: list[Use] = field(default_factory=list)
+    uses: dict[str, list[Dim]] = field(default_factory=dict)
+    """The dimensions of every parameter and buffer, by name."""
     adds: list[tuple[Dim, Dim, bool]] = field(default_factory=list)
     """Dimensions of two branches that are added, and whether one branch was computed from the other."""
-    dropouts: dict[str, list[Dim]] = field(default_factory=dict)
     cost: Cost = field(default_factory=Cost)
     direct: set[str] = field(default_factory=set)
     """Weights that a convolution or product was given as they are, not something computed from them."""
-    inputs: dict[str, list[Dim]] = field(default_factory=dict)
-    """The dimensions of the first input of every module."""
-    shapes: dict[str, set[tuple[tuple[int, ...], tuple[int, ...]]]] = field(default_factory=dict)
-    """Of the first input and the output of every call of a module; ``()`` for what is not a tensor."""
+    calls: dict[str, list[tuple[list[Dim], list[Dim]]]] = field(default_factory=dict)
+    """The dimensions of the first input and of the output of every call of a module; none for what is not a tensor."""
     scalars: dict[str, set[float]] = field(default_factory=dict)
     """Numbers that tensors were multiplied or divided by, by module: the softmax temperature is among them."""
     takes: dict[tuple[str, int, int], Dim] = field(default_factory=dict)
     """In a sliced model: the dimensions of the small parameters, by full name, dimension and offset."""
 
+    def last_input(self, module: str) -> list[Dim]:
+        """The dimensions of the first input of a module in its last call that had one."""
+        return next((read for read, _ in reversed(self.calls[module]) if read), [])
+
 
 class Tracer(TorchDispatchMode):
     """Follows the atoms through every ATen op of a forward pass."""
 
-    def __init__(self, model: nn.Module, current: CurrentModule) -> None:
+    def __init__(self, model: nn.Module, stack: list[str]) -> None:
         super().__init__()
         self.trace = Trace()
-        self.current = current
+        self.stack = stack
         self.names: dict[int, str] = {}
         self.offsets: dict[int, int] = {}  # of parts of parameters
         self.parameters: set[int] = set()  # ids of parameters and of what was computed from them alone
         self.weights_behind: dict[int, int] = {}  # the weights (as bits) that a tensor was computed with
         self._dims: dict[int, list[Dim]] = {}
         self._alive: list[Tensor] = []  # ids stay unique only while the tensors live
-        for name, module in model.named_modules(remove_duplicate=False):
+        for path, module in model.named_modules(remove_duplicate=False):
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is None or self.is_known(tensor):
                     continue
-                use = Use(f"{name}.{key}" if name else key, name, key, self.make_dims(tensor))
-                self.trace.uses.append(use)
+                self.names[id(tensor)] = name = f"{path}.{key}" if path else key
+                self.trace.uses[name] = self.make_dims(tensor)
                 self.parameters.add(id(tensor))
-                self.names[id(tensor)] = use.name
                 if tensor.dim() > 1:
                     self.weights_behind[id(tensor)] = 1 << len(self.weights_behind)
 
@@ -98,7 +85,7 @@ class Tracer(TorchDispatchMode):
     @property
     def here(self) -> str:
         """The name of the module that is being executed."""
-        return self.current.name
+        return self.stack[-1]
 
     def because(self, code: Skip, text: str) -> Reason:
         """A reason that names the place."""
@@ -123,15 +110,33 @@ class Tracer(TorchDispatchMode):
         self._alive.append(t)
         return dims
 
+    def without(self, x: Tensor, over: list[int], y: Tensor, reason: Reason, new: Reason | None = None) -> list[Dim]:
+        """The dimensions of ``x`` for ``y``, except that those ``over`` are blocked, and new in ``y``."""
+        dims = self.dims(x)
+        block([dims[i] for i in over], reason)
+        return [new_dim(n, new or reason) if i in over else dims[i] for i, n in enumerate(y.shape)]
+
     def same_parameter(self, x: Tensor, y: Tensor) -> None:
         """``y`` is the parameter ``x``, transposed or cut."""
         if id(x) in self.names:
             self.names[id(y)] = self.names[id(x)]
 
+    def returned(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        """A module has finished a call."""
+        read, written = (self.dims(t) if isinstance(t, Tensor) else [] for t in (inputs[0] if inputs else None, output))
+        self.trace.calls.setdefault(name, []).append((read, written))
+        if not any(True for _ in module.children()):
+            self.trace.cost.activations[name] += sum(t.numel() for t in _tensors_in(output))
+
     # -- dispatch ------------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))  # an error in here is the model's, one below is ours
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
+            # Code reads numbers to choose a path, mostly to ask whether a mask is all ones. A meta tensor has none: let
+            # them be true or 0, so that both traces take the same path.
+            out = args[0].dtype == torch.bool or 0
+        else:
+            out = func(*args, **(kwargs or {}))  # an error in here is the model's, one below is ours
         try:
             self._follow(func, args, kwargs or {}, out)
         except Exception as error:
@@ -145,9 +150,7 @@ class Tracer(TorchDispatchMode):
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         if inputs and all(id(x) in self.parameters for x in inputs):
             self.parameters.update(id(y) for y in outputs)
-        flops = _flops(func, args, kwargs, out)
-        if flops:
-            self.trace.cost.flops[self.here] = self.trace.cost.flops.get(self.here, 0) + flops
+        self.trace.cost.flops[self.here] += _flops(func, args, kwargs, out)
         if functional in ("mul", "div", "baddbmm", "addmm"):
             numbers = [v for v in (*args[1:], *kwargs.values()) if isinstance(v, (int, float))]
             numbers += [t.item() for t in inputs if t.dim() == 0 and t.device.type == "cpu" and type(t) is Tensor]
@@ -220,36 +223,45 @@ def unknown(t: Tracer, name: str, inputs: list[Tensor], outputs: list[Tensor]) -
     return None
 
 
-# -- one forward pass --------------------------------------------------------------------------------------------------
+# -- one forward pass of a copy without data ---------------------------------------------------------------------------
 
 
-def trace(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], current: CurrentModule) -> Trace:
-    """Follow one training forward of a :func:`meta_copy` on meta inputs."""
-    with current, torch.no_grad(), without_views(), fixed_randomness(), warnings.catch_warnings():
+def meta_copy(model: nn.Module) -> nn.Module:
+    """``model`` with its parameters and buffers on the meta device; no data is copied, and nothing is shared."""
+    memo: dict[int, Any] = {}
+    for tensor in (t for module in model.modules() for t in tree_leaves(vars(module))):
+        if isinstance(tensor, Tensor) and id(tensor) not in memo:
+            empty = torch.empty_like(tensor, device="meta")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+    return copy.deepcopy(model, memo)
+
+
+def trace(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], stack: list[str]) -> Trace:
+    """Follow one training forward of a :func:`meta_copy` on meta inputs.
+
+    ``stack`` is ``[""]`` and will hold the names of the modules at work; after an error, of those in which it arose.
+    """
+    tracer, names = Tracer(shadow, stack), {m: name for name, m in shadow.named_modules()}
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if module in names:
+            stack.append(names[module])
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if module in names and len(stack) > 1:
+            tracer.returned(stack.pop(), module, args, output)
+
+    with torch.no_grad(), without_views(), _fixed_randomness(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        tracer = Tracer(shadow, current)
-        found = tracer.trace
-
-        def returned(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-            read, written = (tuple(getattr(t, "shape", ())) for t in (inputs[0] if inputs else None, output))
-            found.shapes.setdefault(name, set()).add((read, written))
-            if inputs and isinstance(inputs[0], Tensor):
-                found.inputs[name] = tracer.dims(inputs[0])
-                if isinstance(module, nn.modules.dropout._DropoutNd):
-                    found.dropouts[name] = found.dropouts.get(name, []) + tracer.dims(inputs[0])
-            if not any(True for _ in module.children()):
-                written_here = sum(t.numel() for t in _tensors_in(output))
-                found.cost.activations[name] = found.cost.activations.get(name, 0) + written_here
-
-        current.on_return = returned
         for t in tree_leaves((args, kwargs)):
             if isinstance(t, Tensor):
                 tracer.make_dims(t, Skip.INPUT("an input of the model"))
-        with MetaScalars(), tracer:
+        with register_module_forward_pre_hook(enter), register_module_forward_hook(leave), tracer:
             output = shadow(*args, **kwargs)
     for t in _tensors_in(output):
         block(tracer.dims(t), Skip.OUTPUT("an output of the model"))
-    return found
+    return tracer.trace
 
 
 def _tensors_in(output: Any) -> list[Tensor]:
@@ -259,3 +271,16 @@ def _tensors_in(output: Any) -> list[Tensor]:
     if isinstance(output, (dict, list, tuple)):
         return [t for value in (output.values() if isinstance(output, dict) else output) for t in _tensors_in(value)]
     return [t for t in tree_leaves(list(getattr(output, "__dict__", {}).values())) if isinstance(t, Tensor)]
+
+
+@contextlib.contextmanager
+def _fixed_randomness() -> Iterator[None]:
+    """Code that draws random numbers (to skip layers, say) takes the same path in every trace; states are restored."""
+    state = random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        random.seed(0)
+        torch.default_generator.manual_seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(state)
