@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 from torch.optim.swa_utils import update_bn
 
+from .compact import gradient_leaves
 from .drawing import off_, on_
 from .drawing import slices as slices_of
 from .nn.base import Sliced
@@ -86,7 +87,7 @@ class Schedule:
                     s.rerate_(factor * rate)
                 for layer in self.model.modules():
                     if isinstance(layer, Sliced):
-                        layer.widths_changed()
+                        gradient_leaves.refresh(layer)
             self.factor = factor
         return factor
 

@@ -46,6 +46,9 @@ class Sliced:
     roles: tuple[str, ...] = ("unit",)
     """The axes this layer has; see ``axes``."""
 
+    sizes: tuple[str, ...] = ()
+    """The attributes that say how many units there are, role by role; none where any slice will do."""
+
     _kept_for_slices: tuple[str, ...] = ("axes",)
     """Attributes of a layer that its plain class knows nothing of."""
 
@@ -70,16 +73,15 @@ class Sliced:
         super().__init__(*args, **kwargs)
         _attach(self, given)
 
-    def bind(self, axes: dict[str, Axis]) -> None:
-        """Check that the slices fit, and raise if not. Here any will do: dropout has no size, a recipe has checked."""
+    @classmethod
+    def bind(cls, layer: Any, axes: dict[str, Axis]) -> None:
+        """Check that the slices fit ``layer``, which may be plain yet, and raise if not."""
+        for role, name in zip(cls.roles, cls.sizes, strict=False):
+            _check_size(layer, axes.get(role), getattr(layer, name), name)
 
     def takes(self) -> dict[str, Take]:
         """What is taken of which parameter while all slices are live, as far as its gradient may be compact."""
         return {}
-
-    def widths_changed(self) -> None:
-        """Refresh what depends on the widths of the slices; called after a change of rates."""
-        gradient_leaves.refresh(self)
 
     @property
     def slices(self) -> list[Slice]:
@@ -234,7 +236,7 @@ def _axes(given: dict[str, Any]) -> dict[str, Axis]:
 def _attach(module: Any, given: dict[str, Any], checked: bool = False) -> None:
     axes = _axes(given)
     if not checked and axes:
-        module.bind(axes)
+        module.bind(module, axes)
     module.axes = axes
     module._place()
     watch(module)

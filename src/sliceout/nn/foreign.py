@@ -3,17 +3,17 @@
 timm's ``BatchNormAct2d`` and ``Conv2dSame``, an ``RmsNorm`` of somebody's own: each reads ``self.weight`` and a few
 numbers and computes something we need not know, as long as it treats units one by one or hands the weight to a
 convolution as it is (the trace has checked that). For the length of a call those names answer with what ``take`` gives.
-``attention_numbers`` has the other case: numbers alone, for as long as the layer trains.
+Of attention code the numbers alone are substituted, for as long as it trains.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ..ops import store_, take
-from ..slices import Axis, Take
+from ..slices import Axis, Slice, Take
 from . import mixing, unitwise
 from .base import Sliced, adopt, sliced_subclass
 
@@ -37,16 +37,11 @@ class Substituting(Sliced):
     What they were stays where it was, in ``__dict__``, ``_parameters`` or ``_buffers``, hidden by properties.
     """
 
-    _kept_for_slices = (*Sliced._kept_for_slices, "_originals")
-
     _substituted: tuple[str, ...]
     """The names of these attributes; a class has a property for each."""
 
-    _substitutes: dict[str, Any] | None
+    _substitutes: dict[str, Any] | None = None
     """What those among them that are live answer with now."""
-
-    _originals: dict[str, Any]
-    """What the properties hide in ``__dict__``."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -56,53 +51,73 @@ class Substituting(Sliced):
 
 def _property(name: str) -> property:
     def get(self: Any) -> Any:
-        substitutes = self._substitutes
-        if substitutes is not None and name in substitutes:
-            return substitutes[name]
-        for held in (self._parameters, self._buffers):
-            if name in held:
+        for held in (self._substitutes, self._parameters, self._buffers):
+            if held is not None and name in held:
                 return held[name]
-        return self._originals[name]
+        return self.__dict__[name]
 
     def put(self: Any, value: Any) -> None:
-        if name in self._buffers:
-            self._buffers[name] = value
-        else:
-            self._originals[name] = self.__dict__[name] = value
+        self.__dict__[name] = value
 
     return property(get, put)
 
 
-def substitute_(module: Any, axes: dict[str, Axis], names: tuple[str, ...], *sliced: type) -> None:
+def _substitute_(module: Any, axes: dict[str, Axis], names: tuple[str, ...], *sliced: type) -> None:
     """Give ``module`` slices and properties of these names, in place."""
-    module._originals = {name: vars(module)[name] for name in names if name in vars(module)}
     adopt(module, sliced_subclass(type(module), *sliced, _substituted=names), axes)
 
 
-class ForeignLayer(Substituting):
-    """A layer that keeps its own forward."""
+# -- layers ------------------------------------------------------------------------------------------------------------
 
-    _kept_for_slices = (*Substituting._kept_for_slices, "_substitutes", "_unit_dim")
-    _unit_dim: int
-    """Dimension of the input along which the units of a unitwise layer lie."""
+
+class ForeignLayer(Substituting):
+    """A layer that keeps its own forward, in front of the class that says what is taken of it (``_parts``)."""
+
+    _kept_for_slices = (*Sliced._kept_for_slices, "_substitutes", "_unit_dim")
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        substitutes = self._substitutes_for(x)
-        if substitutes is None:
+        parts = self._parts(x)  # type: ignore[attr-defined]
+        if parts is None:
             return type(self)._plain.forward(self, x, *args, **kwargs)  # type: ignore[arg-type]
-        self._substitutes = substitutes
+        self._substitutes = parts
         try:
             y = type(self)._plain.forward(self, x, *args, **kwargs)  # type: ignore[arg-type]
         finally:
             self._substitutes = None
-        if self.training:
+        if self.training and "unit" in self.axes:
             for name, t in self._buffers.items():  # type: ignore[attr-defined]
-                if name in substitutes and t.dim() == 1 and t.is_floating_point():  # statistics, which may have changed
-                    store_([t], [substitutes[name]], self.axes["unit"])
+                if name in parts and t.is_floating_point():  # statistics, which may have changed
+                    self._store(name, t, parts[name])
         return y
 
-    def _substitutes_for(self, x: Tensor) -> dict[str, Any] | None:
-        """What the forward shall see instead of its full parameters; ``None`` to leave them."""
+    def __setattr__(self, name: str, value: Any) -> None:
+        substitutes = self._substitutes
+        if substitutes is not None and name in substitutes and name in self._buffers:  # type: ignore[attr-defined]
+            substitutes[name] = value  # a forward that replaces its statistics knows of the kept units alone
+        else:
+            super().__setattr__(name, value)
+
+    def _store(self, name: str, full: Tensor, small: Any) -> None:
+        axis = self.axes["unit"]
+        if not isinstance(small, Tensor) or small.numel() != axis.width:
+            found = f"a tensor of shape {tuple(small.shape)}" if isinstance(small, Tensor) else repr(small)
+            raise RuntimeError(
+                f"{type(self)._plain.__name__} has replaced its buffer {name!r} by {found}: while it is sliced, that "
+                f"must have an entry for each of the {axis.width} kept units. Leave this layer out of convert_ (filter)"
+            )
+        small = small.detach() if small.requires_grad else small
+        if full.dim() > 1:
+            full, small = full.view(-1), small.reshape(-1)
+        store_([full], [small], axis)
+
+
+class ForeignUnits(Sliced):
+    """What is taken of a layer that treats units one by one: whatever has as many entries as there are units."""
+
+    _unit_dim: int
+    """Dimension of the input along which the units lie."""
+
+    def _parts(self, x: Tensor) -> dict[str, Any] | None:
         axis = self._arrived("unit", x.shape[self._unit_dim])
         if axis is None:
             return None
@@ -125,17 +140,6 @@ class ForeignLayer(Substituting):
         }
 
 
-class ForeignMixing(ForeignLayer):
-    """The same for a linear layer or convolution: comes before its sliced class, whose arithmetic it uses."""
-
-    def takes(self) -> dict[str, Take]:
-        return super(Substituting, self).takes()
-
-    def _substitutes_for(self, x: Tensor) -> dict[str, Any] | None:
-        parts = self._parts(x)  # type: ignore[attr-defined]
-        return None if parts is None else dict(zip(("weight", "bias", "groups"), parts, strict=False))
-
-
 def smaller(name: str, value: Any, axis: Axis) -> Any:
     """What a number of a unitwise layer (one of ``NUMBERS``) is while ``axis`` is sliced."""
     if name == "num_groups":
@@ -151,8 +155,39 @@ def slice_foreign_(module: Any, axes: dict[str, Axis], dim: int) -> nn.Module:
     if base is not None:
         base.bind(module, axes)
     elif isinstance(module, nn.GroupNorm):
-        unitwise.GroupNorm.bind(module, axes)  # type: ignore[arg-type]
+        unitwise.GroupNorm.bind(module, axes)
     names = tuple(n for n in (*module._parameters, *module._buffers, *NUMBERS, "groups") if hasattr(module, n))
-    module._substitutes, module._unit_dim = None, dim
-    substitute_(module, axes, names, *((ForeignLayer,) if base is None else (ForeignMixing, base)))
+    module._unit_dim = dim
+    _substitute_(module, axes, names, ForeignLayer, base or ForeignUnits)
+    return module  # type: ignore[no-any-return]
+
+
+# -- attention code ----------------------------------------------------------------------------------------------------
+
+
+class WidthPower(NamedTuple):
+    """A number that is ``times * width**exponent``."""
+
+    times: int = 1
+    exponent: float = 1
+
+
+class AttentionNumbers(Substituting):
+    """A module some of whose numbers follow a slice: ``head_dim`` in a view, ``scale`` as the softmax temperature."""
+
+    _kept_for_slices = (*Sliced._kept_for_slices, "_powers")
+    _powers: dict[str, WidthPower]
+
+    @property
+    def _substitutes(self) -> dict[str, Any] | None:  # type: ignore[override]
+        s = self.axes["unit"].slice
+        if not self.training or not s.sliced:
+            return None
+        return {name: p.times * s.width**p.exponent for name, p in self._powers.items()}
+
+
+def follow_width_(module: Any, s: Slice, powers: dict[str, WidthPower]) -> nn.Module:
+    """Let these attributes of ``module`` follow the width of ``s`` while it is sliced, in place."""
+    module._powers = powers
+    _substitute_(module, {"unit": s.axis()}, tuple(powers), AttentionNumbers)
     return module  # type: ignore[no-any-return]

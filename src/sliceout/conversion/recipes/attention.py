@@ -12,8 +12,8 @@ import math
 
 from torch import nn
 
-from ...nn.attention_numbers import WidthPower, follow_width_
 from ...nn.base import Sliced
+from ...nn.foreign import WidthPower, follow_width_
 from ...nn.rotary_values import slice_rotary_values_
 from ...slices import Slice
 from ..groups import Group, Member
