@@ -103,16 +103,12 @@ def _covers(optimizers: Iterable[Optimizer], owner: Slices) -> bool:
     """Whether these optimizers hold every trained parameter of the owner's layers."""
     held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
     members = set(owner)
-    layers: list[Any] = [layer for layer in drawing.layers if members & set(drawing.slices_of([layer]))]
+    layers: list[Any] = [layer for layer in drawing.layers if not members.isdisjoint(layer.slices)]  # type: ignore[arg-type]
     return all(id(p) in held for layer in layers for p in layer.parameters() if p.requires_grad)
 
 
-def _nothing(*args: Any) -> None:
-    """Stands for a step."""
-
-
 # What runs the hooks around every optimizer's step; a torch that has it no longer draws once too often at worst.
-_STEP = getattr(Optimizer, "profile_hook_step", lambda step: step)(_nothing).__code__
+_STEP = getattr(Optimizer, "profile_hook_step", lambda step: step)(lambda *args: None).__code__
 
 
 def _steps_running(optimizer: Optimizer | None = None) -> int:

@@ -10,8 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..drawing import Slices
-from ..schemes.patch import Side, patch_, window
-from ..schemes.residual_blocks import Form
+from ..schemes.patch import Form, Side, patch_, window
 from .dry_run import DryRun, Failure
 from .groups import Group, Member
 from .options import Filter, Rate, matches, rate_of

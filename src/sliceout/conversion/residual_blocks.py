@@ -1,4 +1,9 @@
-"""Recognising residual blocks: by the names of their layers, and then by what they compute."""
+"""Recognising residual blocks: by the names of their layers, and then by what they compute.
+
+Each form that fits the names (``conv1``, ``bn1``, ``shortcut``...) is run beside the block's own code on random
+weights, and only one that gives the same numbers is taken. So torchvision's and timm's ResNets, Wide ResNets and their
+many copies need no list of classes, and a block that merely looks like one of them is left alone.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..schemes.residual_blocks import Form
+from ..schemes.patch import Form
 from .trace import meta_copy
 
 log = logging.getLogger(__name__)

@@ -132,7 +132,8 @@ class Sliced:
         metadata = getattr(destination, "_metadata", None)  # beside the keys: an unconverted model loads them as ever
         if metadata is not None:
             metadata[prefix[:-1]]["sliceout"] = {
-                role: [drawing.position(s) for s in a.slices] for role, a in self.axes.items()
+                role: [{"seed": s.seed, "stream": s.stream, "step": s.owner.step} for s in a.slices]
+                for role, a in self.axes.items()
             }
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
@@ -143,7 +144,8 @@ class Sliced:
         for role, positions in local_metadata.get("sliceout", {}).items():
             if role in self.axes:
                 for s, position in zip(self.axes[role].slices, positions, strict=False):
-                    drawing.seek(s, position)
+                    s.seed, s.stream = position["seed"], position["stream"]
+                    s.owner.seek_(position["step"])
 
     def extra_repr(self) -> str:
         axes = ", ".join(f"{_argument(role)}={a}" for role, a in self.axes.items())
