@@ -21,9 +21,8 @@ from sliceout import Slice
 from sliceout import nn as snn
 from sliceout.nn.base import Sliced, sliced_subclass
 from sliceout.nn.factory import give_slices_
-from sliceout.nn.foreign import AttentionNumbers, ForeignLayer, ForeignUnits
+from sliceout.nn.foreign import AttentionNumbers, ForeignLayer, ForeignUnits, RotaryValues
 from sliceout.nn.mixing import Conv1D
-from sliceout.nn.rotary_values import RotaryValues
 from sliceout.schemes.dropout import Dropping
 from sliceout.schemes.patch import PatchBlock
 

@@ -180,7 +180,7 @@ class Snapshot:
         self.optimizer = optimizer
         self.tensors = [*model.parameters(), *model.buffers()]
         self.values = [t.detach().clone() for t in self.tensors]
-        self.state = {p: {k: _copy(v) for k, v in s.items()} for p, s in optimizer.state.items()}
+        self.state = {p: {k: v.clone() for k, v in s.items()} for p, s in _state_tensors(optimizer).items()}
         device = self.tensors[0].device
         for s in optimizer.state.values():  # a count kept on the host cannot be part of a graph
             if isinstance(s.get("step"), Tensor):
@@ -190,10 +190,10 @@ class Snapshot:
     def restore(self) -> None:
         for t, value in zip(self.tensors, self.values, strict=True):
             t.copy_(value)
+        now = _state_tensors(self.optimizer)
         for p, before in self.state.items():
-            for key, value in self.optimizer.state[p].items():
-                if isinstance(value, Tensor):
-                    value.zero_() if key not in before else value.copy_(before[key])
+            for key, value in now[p].items():
+                value.zero_() if key not in before else value.copy_(before[key])
         new = [p for p in self.optimizer.state if p not in self.state]
         self.tensors, self.values, self.state = [], [], {}  # make room
         self._begin_again(new)
@@ -214,6 +214,10 @@ class Snapshot:
                 state[p][key] = torch.zeros_like(form, device=device)
 
 
+def _state_tensors(optimizer: Optimizer) -> dict[Tensor, dict[str, Tensor]]:
+    return {p: {k: v for k, v in s.items() if isinstance(v, Tensor)} for p, s in optimizer.state.items()}
+
+
 def _initialise(optimizer: Optimizer) -> None:
     """Let an optimizer of torch make the state of parameters that have a gradient and no state yet."""
     init = getattr(optimizer, "_init_group", None)
@@ -228,9 +232,7 @@ class _State:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.seen = optimizer.state
-        self.tensors = {
-            p: {k: v for k, v in s.items() if isinstance(v, Tensor)} for p, s in optimizer.state.items()
-        }  # fmt: skip
+        self.tensors = _state_tensors(optimizer)
 
     @torch.no_grad()
     def follow(self, optimizer: Optimizer) -> None:
@@ -244,7 +246,3 @@ class _State:
                 loaded = now.get(name)
                 tensor.zero_() if loaded is None else tensor.copy_(loaded)
                 now[name] = tensor
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value

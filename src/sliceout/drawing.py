@@ -67,7 +67,7 @@ class _Ahead:
             ([self.tensors[i] for i in members], starts[:, members, None].to(device, non_blocking=True))  # no waiting
             for device, members in on_device.items()
         ]
-        self.subsets = [s for s in slices if not s.contiguous]
+        self.subsets: list[Any] = [s for s in slices if not s.contiguous]
 
     def knows(self, step: int) -> bool:
         """Whether ``step`` is among them, and the starts are still kept in the same places."""

@@ -51,7 +51,7 @@ class Slice:
     """
 
     contiguous = True
-    """Whether the kept units lie side by side, so that one start says which they are."""
+    """Whether the kept units lie side by side, so that one start says which they are; if not, see ``Subset``."""
 
     def __init__(
         self,
@@ -153,10 +153,6 @@ class Slice:
     def start_as_tensor(self) -> Tensor:
         """What ``start`` holds, made anew on the host."""
         return torch.tensor([self.start_on_host], dtype=torch.int64, device="cpu")
-
-    @classmethod
-    def after_draw(cls, members: list[Any]) -> None:
-        """Called when these slices of this class got new starts: subclasses derive more than a start from them."""
 
     def rerate_(self, rate: float) -> None:
         """Change the rate and with it the width. Tensors change in place: graphs of an earlier rate stay valid."""

@@ -87,12 +87,9 @@ def owners_in(optimizer: Optimizer) -> list[Slices]:
     params = [id(p) for group in optimizer.param_groups for p in group["params"]]
     if optimizer not in _held or _held[optimizer][:2] != (drawing.generation, params):
         place = {p: i for i, p in enumerate(params)}
-        mine = []
-        for layer in drawing.layers:
-            if places := [place[id(p)] for p in layer.parameters() if id(p) in place]:
-                mine.append((min(places), layer))
-        mine.sort(key=lambda pair: pair[0])
-        found = drawing.slices_of(layer for _, layer in mine)
+        places = {layer: [place[id(p)] for p in layer.parameters() if id(p) in place] for layer in drawing.layers}
+        mine = sorted((layer for layer, held in places.items() if held), key=lambda layer: min(places[layer]))
+        found = drawing.slices_of(mine)
         if loose := [s for s in found if len(drawing.owner_of(s)) == 1]:
             drawing.join(loose)
         _held[optimizer] = drawing.generation, params, list(dict.fromkeys(s.owner for s in found))

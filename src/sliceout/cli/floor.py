@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from ..nn.base import Sliced
 from ..nn.factory import plain_
-from ..nn.foreign import NUMBERS, AttentionNumbers, smaller
-from ..nn.rotary_values import RotaryValues
+from ..nn.foreign import NUMBERS, AttentionNumbers, RotaryValues, smaller
 from ..slices import Axis
 from . import UserError
 

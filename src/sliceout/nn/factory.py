@@ -27,12 +27,9 @@ def sliced_class(plain: type[nn.Module]) -> type[nn.Module] | None:
         return None
     for sliced in _SLICED:
         base: Any = sliced._plain
-        if plain is base:
-            return sliced
-        if issubclass(plain, base) and all(
-            getattr(plain, f, None) is getattr(base, f, None) for f in ("forward", "_conv_forward")
-        ):
-            return sliced_subclass(plain, sliced)
+        same = (getattr(plain, f, None) is getattr(base, f, None) for f in ("forward", "_conv_forward"))
+        if issubclass(plain, base) and all(same):
+            return sliced if plain is base else sliced_subclass(plain, sliced)
     duck = _DUCKS.get((plain.__module__.partition(".")[0], plain.__name__))
     return None if duck is None else sliced_subclass(plain, duck)
 

@@ -3,11 +3,15 @@
 timm's ``BatchNormAct2d`` and ``Conv2dSame``, an ``RmsNorm`` of somebody's own: each reads ``self.weight`` and a few
 numbers and computes something we need not know, as long as it treats units one by one or hands the weight to a
 convolution as it is (the trace has checked that). For the length of a call those names answer with what ``take`` gives.
-Of attention code the numbers alone are substituted, for as long as it trains.
+Of attention code the numbers alone are substituted, for as long as it trains, or one call of its forward is rewritten.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
+import textwrap
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -60,11 +64,6 @@ def _property(name: str) -> property:
         self.__dict__[name] = value
 
     return property(get, put)
-
-
-def _substitute_(module: Any, axes: dict[str, Axis], names: tuple[str, ...], *sliced: type) -> None:
-    """Give ``module`` slices and properties of these names, in place."""
-    adopt(module, sliced_subclass(type(module), *sliced, _substituted=names), axes)
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
@@ -158,7 +157,7 @@ def slice_foreign_(module: Any, axes: dict[str, Axis], dim: int) -> nn.Module:
         unitwise.GroupNorm.bind(module, axes)
     names = tuple(n for n in (*module._parameters, *module._buffers, *NUMBERS, "groups") if hasattr(module, n))
     module._unit_dim = dim
-    _substitute_(module, axes, names, ForeignLayer, base or ForeignUnits)
+    adopt(module, sliced_subclass(type(module), ForeignLayer, base or ForeignUnits, _substituted=names), axes)
     return module  # type: ignore[no-any-return]
 
 
@@ -189,5 +188,75 @@ class AttentionNumbers(Substituting):
 def follow_width_(module: Any, s: Slice, powers: dict[str, WidthPower]) -> nn.Module:
     """Let these attributes of ``module`` follow the width of ``s`` while it is sliced, in place."""
     module._powers = powers
-    _substitute_(module, {"unit": s.axis()}, tuple(powers), AttentionNumbers)
+    adopt(module, sliced_subclass(type(module), AttentionNumbers, _substituted=tuple(powers)), {"unit": s.axis()})
     return module  # type: ignore[no-any-return]
+
+
+class RotaryValues(Sliced):
+    """Rotary attention, whose values may have a width of their own: queries and keys cannot be sliced there.
+
+    Attention code reshapes all three by one number: ``self.v_proj(x).view(*shape, -1, self.head_dim)``. So its forward
+    is compiled again with this one call replaced by ``self._by_head(self.v_proj(x), ...)``, which puts in the width of
+    what it is given. All else is the model's own (masks, caches, norms); a class without such a call is left alone.
+    """
+
+    _projection: str
+    """The attribute that projects to values; a class whose forward is rewritten for it says so."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "_projection" in vars(cls):
+            cls.forward = _rewritten_forward(cls._plain, cls._projection)  # type: ignore[arg-type, attr-defined]
+
+    def _by_head(self, values: Tensor, *shape: Any) -> Tensor:
+        """``values.view(*shape)``, by heads of the width they have."""
+        sizes = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
+        s = self.axes["unit"].slice
+        if self.training and s.sliced and sizes[-1] == s.size:
+            sizes[-1] = s.width
+        return values.view(sizes)
+
+
+def slice_rotary_values_(module: nn.Module, projection: str, s: Slice) -> bool:
+    """Let the output of ``module.<projection>`` be viewed by the width of ``s``; false if the code forbids it."""
+    plain: Any = type(module)
+    if _rewritten_forward(plain, projection) is None:
+        return False
+    adopt(module, sliced_subclass(plain, RotaryValues, _projection=projection), {"unit": s.axis()})
+    return True
+
+
+@functools.cache
+def _rewritten_forward(plain: Any, projection: str) -> Any:
+    """The forward of ``plain`` with that one call replaced; ``None`` if it cannot be."""
+    forward: Any = inspect.unwrap(plain.forward)
+    if forward.__code__.co_freevars:
+        return None
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, SyntaxError):
+        return None
+    function: Any = tree.body[0]
+    function.decorator_list, function.returns = [], None
+    for argument in ast.walk(function.args):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    calls = [node for node in ast.walk(function) if _views(node, projection)]
+    if len(calls) != 1:
+        return None
+    call: Any = calls[0]
+    call.args.insert(0, call.func.value)
+    call.func = ast.Attribute(ast.Name("self", ast.Load()), "_by_head", ast.Load())
+    ast.fix_missing_locations(tree)
+    made: dict[str, Any] = {}
+    exec(compile(tree, inspect.getfile(forward), "exec"), forward.__globals__, made)
+    return made["forward"]
+
+
+def _views(node: ast.AST, projection: str) -> bool:
+    """Whether it is ``self.<projection>(...).view(...)``."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+        return False
+    inner = node.func.value
+    projects = isinstance(inner, ast.Call) and ast.unparse(inner.func) == f"self.{projection}"
+    return projects and node.func.attr in ("view", "reshape")

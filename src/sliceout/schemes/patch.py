@@ -109,13 +109,10 @@ def paste(small: Tensor, row: Side, col: Side) -> Tensor:
 
 def scaled(small: Tensor, row: Side, col: Side) -> Tensor:
     """``small`` with each position divided by its probability of being in the window."""
-    factor = _factors(row)[:, None] * _factors(col)
+    units = (s.start + torch.arange(s.width, device=s.start.device) for s in (row, col))
+    rows, cols = (i.new_ones(()) if s.scale is None else s.scale[i] for s, i in zip((row, col), units, strict=True))
+    factor = rows[..., None] * cols
     return (small * factor.to(small.device, torch.promote_types(small.dtype, torch.float32))).to(small.dtype)
-
-
-def _factors(s: Slice) -> Tensor:
-    units = s.start + torch.arange(s.width, device=s.start.device)
-    return torch.ones_like(units, dtype=torch.float64) if s.scale is None else s.scale[units]
 
 
 class _Move(torch.autograd.Function):

@@ -13,8 +13,7 @@ import math
 from torch import nn
 
 from ...nn.base import Sliced
-from ...nn.foreign import WidthPower, follow_width_
-from ...nn.rotary_values import slice_rotary_values_
+from ...nn.foreign import WidthPower, follow_width_, slice_rotary_values_
 from ...slices import Slice
 from ..groups import Group, Member
 from ..reasons import CONFLICT, Reason, Skip
