@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from . import stepping
-from .drawing import Slices
 from .ops import prefetch, tables, without_views
 
 
@@ -69,12 +68,16 @@ class CapturedStep:
         self.rates = [_to_device(group, self.batch[0].device) for group in optimizer.param_groups]
         owners = stepping.owners_in(optimizer)  # loose slices are joined here, and not when a backward needs them
 
+        def release_slices() -> None:
+            for owner in owners:  # those that wait for somebody to take them once more
+                prefetch.release(owner)
+
         def step() -> Tensor:
             optimizer.zero_grad(set_to_none=True)
             with torch.autocast("cuda", autocast or torch.bfloat16, enabled=autocast is not None, cache_enabled=False):
                 loss = loss_fn(model(*self.batch[:-1]), self.batch[-1])
             free_workspaces()  # each thread has its own: the backward's may take the memory of the forward's
-            _release_slices(owners)  # the backward holds those that it needs, and gradients may take their place
+            release_slices()  # the backward holds those that it needs, and gradients may take their place
             loss.backward()
             optimizer.step()
             return loss.detach()
@@ -90,7 +93,7 @@ class CapturedStep:
         torch.cuda.current_stream().wait_stream(side)
         kept.restore()  # the graph is to take its place, and that of the warm-up's gradients and slices
         optimizer.zero_grad(set_to_none=True)
-        _release_slices(owners)
+        release_slices()
         free_workspaces()
         self.graph = torch.cuda.CUDAGraph()  # entering it gives back what is free now
         self.tables = tables.Arena(2 * needed.entries + 1024, self.batch[0].device)
@@ -137,12 +140,6 @@ def _check(model: nn.Module, optimizer: Optimizer, batch: tuple[Tensor, ...]) ->
         raise ValueError("LBFGS asks for the loss several times a step, which a graph cannot")
     if hasattr(model, "reducer"):
         raise ValueError("a DistributedDataParallel step cannot be captured here: its hooks run on the host")
-
-
-def _release_slices(owners: list[Slices]) -> None:
-    """Let go of the slices that wait for somebody to take them once more."""
-    for owner in owners:
-        prefetch.release(owner)
 
 
 def free_workspaces() -> bool:

@@ -13,6 +13,7 @@ Python int, which eager code uses to make views. ``drawing`` writes both; a forw
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from dataclasses import dataclass
@@ -257,11 +258,8 @@ class ConcatAxis:
     @property
     def kept(self) -> Tensor:
         """Indices along the dimension that are kept now."""
-        offset, out = 0, []
-        for a in self.sections:
-            out.append(a.kept + offset)
-            offset += a.size
-        return torch.cat(out)
+        offsets = itertools.accumulate((a.size for a in self.sections), initial=0)
+        return torch.cat([a.kept + offset for a, offset in zip(self.sections, offsets, strict=False)])
 
     def __repr__(self) -> str:
         return " + ".join(map(repr, self.sections))

@@ -92,8 +92,8 @@ class Sliced:
         self._place()
         return module
 
-    def _place(self) -> None:
-        """Keep the slices where the parameters are; a norm without any leaves that to its neighbours."""
+    def _place(self, incompatible_keys: Any = None) -> None:
+        """Keep the slices where the parameters are; a norm without any leaves that to its neighbours. Also a hook."""
         for t in itertools.chain(self.parameters(), self.buffers()):  # type: ignore[attr-defined]
             for s in self.slices:
                 s.to(t.device)
@@ -216,12 +216,7 @@ def adopt(module: nn.Module, made: type[nn.Module], axes: dict[str, Axis]) -> No
     module.__class__ = made
     _attach(module, axes, checked=True)
     if any(True for _ in module.children()):  # loading with assign=True reaches the children last
-        module.register_load_state_dict_post_hook(place_after_loading)
-
-
-def place_after_loading(module: Any, incompatible_keys: Any) -> None:
-    """A hook: keep the slices where the parameters of the children are now."""
-    module._place()
+        module.register_load_state_dict_post_hook(Sliced._place)
 
 
 def _argument(role: str) -> str:

@@ -10,7 +10,7 @@ from .. import drawing
 from ..slices import Axis
 from . import mixing, unitwise
 from .attention import MultiheadAttention
-from .base import Sliced, _argument, _axes, adopt, place_after_loading, sliced_subclass
+from .base import Sliced, _argument, _axes, adopt, sliced_subclass
 from .foreign import slice_foreign_
 
 _SLICED = (*mixing.LAYERS, *unitwise.LAYERS)
@@ -88,7 +88,7 @@ def plain_(module: nn.Module) -> nn.Module:
     for name in (*module._kept_for_slices, *module._made_anew):
         vars(module).pop(name, None)
     hooks: Any = module._load_state_dict_post_hooks
-    for key in [k for k, hook in hooks.items() if hook is place_after_loading]:
+    for key in [k for k, hook in hooks.items() if hook is Sliced._place]:
         del hooks[key]
     module.__class__ = plain
     return module

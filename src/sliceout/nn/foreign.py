@@ -7,7 +7,6 @@ Of attention code the numbers alone are substituted, for as long as it trains, o
 """
 
 from __future__ import annotations
-
 import ast
 import functools
 import inspect
@@ -237,10 +236,7 @@ def _rewritten_forward(plain: Any, projection: str) -> Any:
     except (OSError, SyntaxError):
         return None
     function: Any = tree.body[0]
-    function.decorator_list, function.returns = [], None
-    for argument in ast.walk(function.args):
-        if isinstance(argument, ast.arg):
-            argument.annotation = None
+    function.decorator_list = []
     calls = [node for node in ast.walk(function) if _views(node, projection)]
     if len(calls) != 1:
         return None
@@ -249,14 +245,14 @@ def _rewritten_forward(plain: Any, projection: str) -> Any:
     call.func = ast.Attribute(ast.Name("self", ast.Load()), "_by_head", ast.Load())
     ast.fix_missing_locations(tree)
     made: dict[str, Any] = {}
-    exec(compile(tree, inspect.getfile(forward), "exec"), forward.__globals__, made)
+    code = compile(tree, inspect.getfile(forward), "exec")  # with this file's __future__: annotations stay text
+    exec(code, forward.__globals__, made)
     return made["forward"]
 
 
 def _views(node: ast.AST, projection: str) -> bool:
     """Whether it is ``self.<projection>(...).view(...)``."""
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
-        return False
-    inner = node.func.value
-    projects = isinstance(inner, ast.Call) and ast.unparse(inner.func) == f"self.{projection}"
-    return projects and node.func.attr in ("view", "reshape")
+    match node:
+        case ast.Call(func=ast.Attribute(value=ast.Call(func=projects), attr="view" | "reshape")):
+            return ast.unparse(projects) == f"self.{projection}"
+    return False

@@ -28,18 +28,16 @@ class Mixing(Sliced):
     def _parts(self, x: Tensor) -> dict[str, Any] | None:
         """What a forward reads instead of the full parameters, by attribute; ``None`` if nothing is sliced."""
         out, into = self._live(x)
-        if out is None and into is None:
-            return None
-        weight, bias = self._small(out, into, x)
-        return {"weight": weight, "bias": bias}
+        return None if out is None and into is None else self._small(out, into, x)
 
-    def _small(self, out: Axis | None, into: Axis | None, like: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _small(self, out: Axis | None, into: Axis | None, like: Tensor) -> dict[str, Any]:
         """The kept part of weight and bias, normalisation included, in the dtype the product will run in."""
         weight, bias = self._found("weight"), self._found("bias")
         dtype = None if weight.dtype == torch.float64 else _autocast_dtype(like)  # autocast leaves float64 alone
         takes, leaves = self._takes(out, into), self._gradient_leaves
-        small = take(weight, takes["weight"], dtype, leaves.get("weight"))
-        return small, None if bias is None else take(bias, takes["bias"], dtype, leaves.get("bias"))
+        weight = take(weight, takes["weight"], dtype, leaves.get("weight"))
+        bias = None if bias is None else take(bias, takes["bias"], dtype, leaves.get("bias"))
+        return {"weight": weight, "bias": bias}
 
     def takes(self) -> dict[str, Take]:
         return self._takes(self.axes.get("out"), self.axes.get("in"))
@@ -95,7 +93,7 @@ class Linear(Mixing, nn.Linear):
             return super().forward(x)
         if host_knows_start(x) and _autocast_dtype(x) is None:
             return self._linear_by_views(x, out, into)
-        return F.linear(x, *self._small(out, into, x))
+        return F.linear(x, **self._small(out, into, x))
 
 
 class Conv1D(Mixing, nn.Module):
@@ -120,8 +118,8 @@ class Conv1D(Mixing, nn.Module):
         out, into = self._live(x)
         if host_knows_start(x) and (out or into) and _autocast_dtype(x) is None:
             return self._linear_by_views(x, out, into)
-        weight, bias = self._small(out, into, x)
-        y = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)  # type: ignore[arg-type]  # as in transformers
+        small = self._small(out, into, x)
+        y = torch.addmm(small["bias"], x.reshape(-1, x.shape[-1]), small["weight"])  # as in transformers
         return y.view(*x.shape[:-1], y.shape[-1])
 
 

@@ -14,18 +14,15 @@ from .base import Sliced, _attach, _check_size
 
 
 class _Unitwise(Sliced):
-    """Layers whose parameters have an entry for every unit."""
+    """Layers whose parameters have an entry for every unit; ``_forward(x, axis)`` is what they do with sliced input."""
 
+    _forward: Any
     unit_dim = 1
     """Dimension of the input along which the units lie."""
 
     def forward(self, input: Tensor) -> Tensor:
         axis = self._arrived("unit", input.shape[self.unit_dim])
         return super().forward(input) if axis is None else self._forward(input, axis)  # type: ignore[misc, no-any-return]
-
-    def _forward(self, x: Tensor, axis: Axis) -> Tensor:
-        """What the layer does with sliced input."""
-        raise NotImplementedError
 
     def takes(self) -> dict[str, Take]:
         return {name: Take(self.axes.get("unit")) for name in self._parameters}  # type: ignore[attr-defined]
@@ -45,9 +42,6 @@ class _BatchNorm(_Unitwise):
 
     sizes = ("num_features",)
     _made_anew = (*Sliced._made_anew, "_statistics")
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    num_batches_tracked: Tensor | None
     _statistics: views.InPlace | None = None
     momentum: float | None
 

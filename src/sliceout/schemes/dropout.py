@@ -83,16 +83,13 @@ def dropping_class(plain: type[nn.Module]) -> type[nn.Module]:
 
 # -- DropBlock ---------------------------------------------------------------------------------------------------------
 
-BLOCK = 7
-"""Side of a block, as in the original paper; clipped to the map."""
 
-
-def drop_block(x: Tensor, rate: float, block: int = BLOCK) -> Tensor:
+def drop_block(x: Tensor, rate: float, block: int = 7) -> Tensor:
     """Drop blocks of ``x`` (``[batch, channels, *map]``) so that a share ``rate`` of its entries is expected to go.
 
     The original seeds blocks with a rate that is right only if blocks never overlap: at ``rate=0.5`` it drops a good
     third. Here the rate of the seeds is solved for exactly. What is kept is divided by the share that was kept in this
-    call, as in the original.
+    call, and ``block``, the side of a block, is 7, both as in the original; it is clipped to the map.
 
     Example:
         >>> kept = drop_block(torch.ones(64, 8, 20, 20), 0.3) > 0
