@@ -7,6 +7,7 @@ Of attention code the numbers alone are substituted, for as long as it trains, o
 """
 
 from __future__ import annotations
+
 import ast
 import functools
 import inspect
