@@ -127,9 +127,7 @@ def check_drawn(owner: Slices, weight: Tensor, forward: bool = True) -> None:
     A parameter counts its in-place changes. One or two may be surgery; more of them, each between two passes that want
     gradients, are optimizer steps that we did not see. Compiled passes run no Python: they are checked at ``eval()``.
     """
-    if _paused.get():
-        return
-    if not (weight.is_leaf and weight.requires_grad) or weight.is_inference():
+    if _paused.get() or not (weight.is_leaf and weight.requires_grad) or weight.is_inference():
         return
     if not (torch.is_grad_enabled() if forward else weight.grad is not None):
         return
