@@ -311,13 +311,6 @@ def test_a_map_of_one_pixel():
         )
 
 
-def test_a_window_larger_than_the_map():
-    with pytest.raises(ValueError, match=r"window=\(9, 4\): larger than the 8x8 map"):
-        window((8, 8), (8, 8), size=(9, 4))
-    row, col = window((8, 8), (8, 8), size=(8, 3))
-    assert (row.width, col.width) == (8, 3)
-
-
 def test_models_without_residual_blocks_and_misplaced_arguments():
     with pytest.raises(ValueError, match="no residual block in Sequential: looked for modules with conv1"):
         sliceout.convert_(nn.Sequential(nn.Linear(3, 3)), 0.5, scheme="patch")

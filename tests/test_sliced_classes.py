@@ -19,12 +19,10 @@ import sliceout
 from networks import Residual
 from sliceout import Slice
 from sliceout import nn as snn
-from sliceout.nn.attention_numbers import AttentionNumbers
 from sliceout.nn.base import Sliced, sliced_subclass
 from sliceout.nn.factory import give_slices_
-from sliceout.nn.foreign import ForeignLayer, ForeignMixing
+from sliceout.nn.foreign import AttentionNumbers, ForeignLayer, ForeignUnits, RotaryValues
 from sliceout.nn.mixing import Conv1D
-from sliceout.nn.rotary_values import RotaryValues
 from sliceout.schemes.dropout import Dropping
 from sliceout.schemes.patch import PatchBlock
 
@@ -128,9 +126,9 @@ CASES = {
         lambda: mlp(Named(6, 16), nn.Linear(16, 3)), swapped, (6,), {sliced_subclass(Named, snn.Linear)}
     ),
     "foreign unitwise": Case(
-        lambda: mlp(nn.Linear(6, 16), OwnNorm(16), nn.Linear(16, 3)), swapped, (6,), {ForeignLayer}
+        lambda: mlp(nn.Linear(6, 16), OwnNorm(16), nn.Linear(16, 3)), swapped, (6,), {ForeignLayer, ForeignUnits}
     ),
-    "foreign mixing": Case(lambda: mlp(Doubled(6, 16), Doubled(16, 3)), swapped, (6,), {ForeignMixing, snn.Linear}),
+    "foreign mixing": Case(lambda: mlp(Doubled(6, 16), Doubled(16, 3)), swapped, (6,), {ForeignLayer, snn.Linear}),
     "multihead attention": Case(
         lambda: nn.TransformerEncoderLayer(32, 2, 48, batch_first=True), converted("sliceout", 5, 32), (5, 32),
         {snn.MultiheadAttention, snn.Linear, snn.Dropout},
@@ -226,6 +224,52 @@ def test_a_class_is_made_once_and_knows_its_plain_one():
     layer = made(6, 16, out_slice=Slice(16))
     assert type(pickled(layer)) is made
     assert type(snn.plain_(layer)) is Named
+
+
+# -- buffers that a forward replaces ----------------------------------------------------------------------------------
+
+
+class Replacing(nn.Module):
+    """A norm whose forward does not write to its statistics but replaces them, and then reads them."""
+
+    def __init__(self, shape: tuple[int, ...] = (16,), mean: Callable[[Tensor], Any] | None = None) -> None:
+        super().__init__()
+        self.mean = mean or (lambda x: x.mean(0).view(*shape[:-1], -1))
+        self.register_buffer("seen", torch.zeros(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen = 0.9 * self.seen + 0.1 * self.mean(x)
+        return x - self.seen
+
+
+@pytest.mark.parametrize("shape", [(16,), (1, 16)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_statistics_that_a_forward_replaces_are_those_of_the_kept_units(shape, compiled):
+    hidden = Slice(16, 0.5, align=1)
+    layer: Any = give_slices_(Replacing(shape), {"unit": hidden.axis()}, dim=1)
+    owner, full = sliceout.slices(layer), layer.seen
+    forward = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    expected = torch.zeros(16)
+    for _ in range(12):  # some of them wrap around the end
+        owner.draw_()
+        x = torch.randn(4, 8, requires_grad=True)
+        y = forward(x)
+        expected[hidden.kept] = 0.9 * expected[hidden.kept] + 0.1 * x.detach().mean(0)
+        torch.testing.assert_close(y.detach(), x.detach() - expected[hidden.kept])
+        torch.testing.assert_close(layer.seen, expected.view(shape))
+        assert layer.seen is full
+        assert not full.requires_grad
+        (grad,) = torch.autograd.grad(y[0].sum(), x)  # through the mean, as in the plain layer
+        torch.testing.assert_close(grad, torch.tensor([[1.0], [0.0], [0.0], [0.0]]).expand(4, 8) - 0.025)
+    torch.testing.assert_close(layer.eval()(torch.zeros(2, 16)), -expected.expand(2, 16))
+
+
+@pytest.mark.parametrize("mean", [lambda x: torch.zeros(3, 8), lambda x: x])
+def test_a_replaced_buffer_of_another_shape_is_refused(mean):
+    layer = give_slices_(Replacing(mean=mean), {"unit": Slice(16, 0.5).axis()}, dim=1)
+    with pytest.raises(RuntimeError, match=r"Replacing has replaced its buffer 'seen' by .*each of the 8 kept units"):
+        layer(torch.ones(3, 8))
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------

@@ -13,23 +13,7 @@ from .schemes.subset import Subset
 from .slices import Axis, Slice
 
 __all__ = [
-    "Axis",
-    "Report",
-    "Schedule",
-    "Slice",
-    "Slices",
-    "Subset",
-    "Tail",
-    "WarmUp",
-    "capture",
-    "constant_tail",
-    "convert_",
-    "draw_",
-    "nn",
-    "off_",
-    "on_",
-    "recalibrate_",
-    "revert_",
-    "slices",
-]
+    "Axis", "Report", "Schedule", "Slice", "Slices", "Subset", "Tail", "WarmUp", "capture", "constant_tail",
+    "convert_", "draw_", "nn", "off_", "on_", "recalibrate_", "revert_", "slices",
+]  # fmt: skip
 __version__ = "0.1.0"

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from . import stepping
-from .drawing import Slices
 from .ops import prefetch, tables, without_views
 
 
@@ -69,12 +68,16 @@ class CapturedStep:
         self.rates = [_to_device(group, self.batch[0].device) for group in optimizer.param_groups]
         owners = stepping.owners_in(optimizer)  # loose slices are joined here, and not when a backward needs them
 
+        def release_slices() -> None:
+            for owner in owners:  # those that wait for somebody to take them once more
+                prefetch.release(owner)
+
         def step() -> Tensor:
             optimizer.zero_grad(set_to_none=True)
             with torch.autocast("cuda", autocast or torch.bfloat16, enabled=autocast is not None, cache_enabled=False):
                 loss = loss_fn(model(*self.batch[:-1]), self.batch[-1])
             free_workspaces()  # each thread has its own: the backward's may take the memory of the forward's
-            _release_slices(owners)  # the backward holds those that it needs, and gradients may take their place
+            release_slices()  # the backward holds those that it needs, and gradients may take their place
             loss.backward()
             optimizer.step()
             return loss.detach()
@@ -90,7 +93,7 @@ class CapturedStep:
         torch.cuda.current_stream().wait_stream(side)
         kept.restore()  # the graph is to take its place, and that of the warm-up's gradients and slices
         optimizer.zero_grad(set_to_none=True)
-        _release_slices(owners)
+        release_slices()
         free_workspaces()
         self.graph = torch.cuda.CUDAGraph()  # entering it gives back what is free now
         self.tables = tables.Arena(2 * needed.entries + 1024, self.batch[0].device)
@@ -139,12 +142,6 @@ def _check(model: nn.Module, optimizer: Optimizer, batch: tuple[Tensor, ...]) ->
         raise ValueError("a DistributedDataParallel step cannot be captured here: its hooks run on the host")
 
 
-def _release_slices(owners: list[Slices]) -> None:
-    """Let go of the slices that wait for somebody to take them once more."""
-    for owner in owners:
-        prefetch.release(owner)
-
-
 def free_workspaces() -> bool:
     """Let go of what cuBLAS keeps for every thread and stream that ever multiplied: 32 MiB each on Hopper. If it can.
 
@@ -180,7 +177,7 @@ class Snapshot:
         self.optimizer = optimizer
         self.tensors = [*model.parameters(), *model.buffers()]
         self.values = [t.detach().clone() for t in self.tensors]
-        self.state = {p: {k: _copy(v) for k, v in s.items()} for p, s in optimizer.state.items()}
+        self.state = {p: {k: v.clone() for k, v in s.items()} for p, s in _state_tensors(optimizer).items()}
         device = self.tensors[0].device
         for s in optimizer.state.values():  # a count kept on the host cannot be part of a graph
             if isinstance(s.get("step"), Tensor):
@@ -190,10 +187,10 @@ class Snapshot:
     def restore(self) -> None:
         for t, value in zip(self.tensors, self.values, strict=True):
             t.copy_(value)
+        now = _state_tensors(self.optimizer)
         for p, before in self.state.items():
-            for key, value in self.optimizer.state[p].items():
-                if isinstance(value, Tensor):
-                    value.zero_() if key not in before else value.copy_(before[key])
+            for key, value in now[p].items():
+                value.zero_() if key not in before else value.copy_(before[key])
         new = [p for p in self.optimizer.state if p not in self.state]
         self.tensors, self.values, self.state = [], [], {}  # make room
         self._begin_again(new)
@@ -214,6 +211,10 @@ class Snapshot:
                 state[p][key] = torch.zeros_like(form, device=device)
 
 
+def _state_tensors(optimizer: Optimizer) -> dict[Tensor, dict[str, Tensor]]:
+    return {p: {k: v for k, v in s.items() if isinstance(v, Tensor)} for p, s in optimizer.state.items()}
+
+
 def _initialise(optimizer: Optimizer) -> None:
     """Let an optimizer of torch make the state of parameters that have a gradient and no state yet."""
     init = getattr(optimizer, "_init_group", None)
@@ -228,9 +229,7 @@ class _State:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.seen = optimizer.state
-        self.tensors = {
-            p: {k: v for k, v in s.items() if isinstance(v, Tensor)} for p, s in optimizer.state.items()
-        }  # fmt: skip
+        self.tensors = _state_tensors(optimizer)
 
     @torch.no_grad()
     def follow(self, optimizer: Optimizer) -> None:
@@ -244,7 +243,3 @@ class _State:
                 loaded = now.get(name)
                 tensor.zero_() if loaded is None else tensor.copy_(loaded)
                 now[name] = tensor
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value

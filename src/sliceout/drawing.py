@@ -7,7 +7,6 @@ after every optimizer step.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -68,8 +67,7 @@ class _Ahead:
             ([self.tensors[i] for i in members], starts[:, members, None].to(device, non_blocking=True))  # no waiting
             for device, members in on_device.items()
         ]
-        kinds: list[Any] = list(dict.fromkeys(map(type, slices)))
-        self.kinds = [(k, [s for s in slices if type(s) is k]) for k in kinds if k is not Slice]
+        self.subsets: list[Any] = [s for s in slices if not s.contiguous]
 
     def knows(self, step: int) -> bool:
         """Whether ``step`` is among them, and the starts are still kept in the same places."""
@@ -84,8 +82,8 @@ class _Ahead:
             s.start_on_host = start
         for tensors, values in self.on_device:
             torch._foreach_copy_(tensors, values[row].unbind())
-        for kind, members in self.kinds:
-            kind.after_draw(members)
+        if self.subsets:
+            self.subsets[0].after_draw(self.subsets)
 
 
 # -- slices that are drawn together ------------------------------------------------------------------------------------
@@ -173,30 +171,18 @@ def owner_of(s: Slice) -> Slices:
     return Slices([s]) if s.owner is None else s.owner
 
 
-def position(s: Slice) -> dict[str, int]:
-    """What must be saved so that the draws of ``s`` go on where they are."""
-    return {"seed": s.seed, "stream": s.stream, "step": owner_of(s).step}
-
-
-def seek(s: Slice, position: dict[str, int]) -> None:
-    """Return to a saved :func:`position`."""
-    s.seed, s.stream = position["seed"], position["stream"]
-    owner_of(s).seek_(position["step"])
-
-
 # -- the slices of a model ---------------------------------------------------------------------------------------------
 
 layers: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
 """All sliced layers there are, in the order in which they were made."""
-_changes = itertools.count(1)
 generation = 0
 """Changes whenever layers come or go or slices are joined: what was found out about them before may be wrong."""
 
 
-def register(layer: nn.Module) -> None:
+def register(layer: Any) -> None:
     """Redraw this layer's slices whenever its model's are."""
     layers[layer] = None
-    for s in slices_of([layer]):
+    for s in layer.slices:
         owner_of(s)
     _changed()
 
@@ -209,7 +195,7 @@ def unregister(layer: nn.Module) -> None:
 
 def _changed() -> None:
     global generation
-    generation = next(_changes)
+    generation += 1
 
 
 def slices_of(found: Iterable[Any]) -> list[Slice]:
@@ -267,15 +253,13 @@ def draw_(model: nn.Module) -> None:
 
 def off_(model: nn.Module) -> nn.Module:
     """Train the full network from now on (the paper's last 1-10 % of training)."""
-    return _switch(model, False)
+    for s in slices(model):
+        s.on = False
+    return model
 
 
 def on_(model: nn.Module) -> nn.Module:
     """Slice again after :func:`off_`."""
-    return _switch(model, True)
-
-
-def _switch(model: nn.Module, on: bool) -> nn.Module:
     for s in slices(model):
-        s.on = on
+        s.on = True
     return model

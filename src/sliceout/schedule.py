@@ -13,8 +13,8 @@ a new capture for CUDA graphs that were captured by hand. So rates change in few
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 from torch.optim.swa_utils import update_bn
 
+from .compact import gradient_leaves
 from .drawing import off_, on_
 from .drawing import slices as slices_of
 from .nn.base import Sliced
@@ -86,7 +87,7 @@ class Schedule:
                     s.rerate_(factor * rate)
                 for layer in self.model.modules():
                     if isinstance(layer, Sliced):
-                        layer.widths_changed()
+                        gradient_leaves.refresh(layer)
             self.factor = factor
         return factor
 
@@ -143,11 +144,11 @@ def constant_tail(
     return SequentialLR(optimizer, [scheduler, flat], [start])
 
 
+@dataclass
 class _Constant:
     """A factor that does not change; a class of its own, because schedulers are saved and lambdas are not."""
 
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
+    factor: float
 
     def __call__(self, step: int) -> float:
         return self.factor
@@ -164,29 +165,17 @@ def recalibrate_(model: nn.Module, loader: Iterable[Any], device: torch.device |
         loader: batches; of a tuple or list the first entry is what the model is called with.
         device: where batches are moved to.
     """
-    with _whole(model):
-        update_bn(loader, model, device=device)
-    return model
-
-
-@contextlib.contextmanager
-def _whole(model: nn.Module) -> Iterator[None]:
+    sliced = {s for m in model.modules() if isinstance(m, Sliced) for s in m.slices}
+    dropouts = [m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
+    before: list[tuple[Any, str, Any]] = [(m, "training", m.training) for m in model.modules()]
+    before += [*((s, "on", s.on) for s in sliced), *((m, "p", m.p) for m in dropouts)]
     try:
-        switches = {s: s.on for s in slices_of(model)}
-    except ValueError:  # nothing is sliced
-        switches = {}
-    dropouts = {m: m.p for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)}
-    modes = {m: m.training for m in model.modules()}
-    try:
-        for s in switches:
+        for s in sliced:
             s.on = False
         for m in dropouts:
             m.p = 0.0
-        yield
+        update_bn(loader, model, device=device)
     finally:
-        for s, on in switches.items():
-            s.on = on
-        for m, p in dropouts.items():
-            m.p = p
-        for module, training in modes.items():
-            module.training = training
+        for changed, name, value in before:
+            setattr(changed, name, value)
+    return model

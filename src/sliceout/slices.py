@@ -13,6 +13,7 @@ Python int, which eager code uses to make views. ``drawing`` writes both; a forw
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from dataclasses import dataclass
@@ -51,10 +52,7 @@ class Slice:
     """
 
     contiguous = True
-    """Whether the kept units lie side by side, so that one start says which they are."""
-
-    owner: Any
-    """The :class:`~sliceout.Slices` that draws this slice together with others; ``drawing`` sets it."""
+    """Whether the kept units lie side by side, so that one start says which they are; if not, see ``Subset``."""
 
     def __init__(
         self,
@@ -86,7 +84,7 @@ class Slice:
         self.gain, self.scale = self._scale()
         self.start = torch.zeros(1, dtype=torch.int64, device="cpu")  # whatever the default device is
         self.start_on_host = 0
-        self.owner: Any = None
+        self.owner: Any = None  # the Slices that draws this slice together with others; ``drawing`` sets it
 
     # -- what can be drawn -------------------------------------------------------------------------------------------
 
@@ -110,12 +108,9 @@ class Slice:
     @property
     def keep_probability(self) -> Tensor:
         """Probability of each unit being kept (float64, ``[size]``); it sums to ``width``."""
-        kept = torch.zeros(2 * self.size + 1, dtype=torch.float64, device="cpu")
         starts = torch.tensor(self.starts, device="cpu")
-        kept.index_add_(0, starts, kept.new_ones(len(starts)))
-        kept.index_add_(0, starts + self.width, -kept.new_ones(len(starts)))
-        kept = kept.cumsum(0)
-        return (kept[: self.size] + kept[self.size : 2 * self.size]) / len(starts)
+        begun = torch.bincount(starts, minlength=self.size).double().repeat(2).cumsum(0)  # twice around the ring
+        return (begun[self.size :] - begun[self.size - self.width : -self.width]) / len(starts)
 
     def _scale(self) -> tuple[float | None, Tensor | None]:
         """The normalisation as ``(gain, scale)``: one number if it is the same for all units, and the full vector."""
@@ -159,10 +154,6 @@ class Slice:
     def start_as_tensor(self) -> Tensor:
         """What ``start`` holds, made anew on the host."""
         return torch.tensor([self.start_on_host], dtype=torch.int64, device="cpu")
-
-    @classmethod
-    def after_draw(cls, members: list[Any]) -> None:
-        """Called when these slices of this class got new starts: subclasses derive more than a start from them."""
 
     def rerate_(self, rate: float) -> None:
         """Change the rate and with it the width. Tensors change in place: graphs of an earlier rate stay valid."""
@@ -267,11 +258,8 @@ class ConcatAxis:
     @property
     def kept(self) -> Tensor:
         """Indices along the dimension that are kept now."""
-        offset, out = 0, []
-        for a in self.sections:
-            out.append(a.kept + offset)
-            offset += a.size
-        return torch.cat(out)
+        offsets = itertools.accumulate((a.size for a in self.sections), initial=0)
+        return torch.cat([a.kept + offset for a, offset in zip(self.sections, offsets, strict=False)])
 
     def __repr__(self) -> str:
         return " + ".join(map(repr, self.sections))
@@ -301,10 +289,7 @@ class Take(NamedTuple):
     @property
     def simple_axes(self) -> tuple[Axis | None, Axis | None]:
         """Rows and columns of a take that is :attr:`simple`."""
-        rows, cols = self.rows, self.cols
-        assert not isinstance(rows, ConcatAxis)
-        assert not isinstance(cols, ConcatAxis)
-        return rows, cols
+        return self.rows, self.cols  # type: ignore[return-value]
 
     @property
     def compact(self) -> bool:
@@ -316,12 +301,11 @@ class Take(NamedTuple):
         """``gain, row_scale, col_scale``: the normalisations as one number, and as vectors where units differ."""
         if not self.scale_rows and not self.scale_cols:
             return 1.0, None, None
-        gain, scales = 1.0, list[Tensor | None]()
-        for axis, wanted in ((self.rows, self.scale_rows), (self.cols, self.scale_cols)):
-            scales.append(None)
+        gain, scales = 1.0, list[Tensor | None]((None, None))
+        for dim, (axis, wanted) in enumerate(((self.rows, self.scale_rows), (self.cols, self.scale_cols))):
             if axis is not None and wanted:
                 if axis.slice.gain is None:
-                    scales[-1] = axis.slice.scale
+                    scales[dim] = axis.slice.scale
                 else:
                     gain *= axis.slice.gain
         return gain, scales[0], scales[1]

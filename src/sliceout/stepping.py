@@ -87,12 +87,9 @@ def owners_in(optimizer: Optimizer) -> list[Slices]:
     params = [id(p) for group in optimizer.param_groups for p in group["params"]]
     if optimizer not in _held or _held[optimizer][:2] != (drawing.generation, params):
         place = {p: i for i, p in enumerate(params)}
-        mine = []
-        for layer in drawing.layers:
-            if places := [place[id(p)] for p in layer.parameters() if id(p) in place]:
-                mine.append((min(places), layer))
-        mine.sort(key=lambda pair: pair[0])
-        found = drawing.slices_of(layer for _, layer in mine)
+        places = {layer: [place[id(p)] for p in layer.parameters() if id(p) in place] for layer in drawing.layers}
+        mine = sorted((layer for layer, held in places.items() if held), key=lambda layer: min(places[layer]))
+        found = drawing.slices_of(mine)
         if loose := [s for s in found if len(drawing.owner_of(s)) == 1]:
             drawing.join(loose)
         _held[optimizer] = drawing.generation, params, list(dict.fromkeys(s.owner for s in found))
@@ -103,16 +100,12 @@ def _covers(optimizers: Iterable[Optimizer], owner: Slices) -> bool:
     """Whether these optimizers hold every trained parameter of the owner's layers."""
     held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
     members = set(owner)
-    layers: list[Any] = [layer for layer in drawing.layers if members & set(drawing.slices_of([layer]))]
+    layers: list[Any] = [layer for layer in drawing.layers if not members.isdisjoint(layer.slices)]  # type: ignore[arg-type]
     return all(id(p) in held for layer in layers for p in layer.parameters() if p.requires_grad)
 
 
-def _nothing(*args: Any) -> None:
-    """Stands for a step."""
-
-
 # What runs the hooks around every optimizer's step; a torch that has it no longer draws once too often at worst.
-_STEP = getattr(Optimizer, "profile_hook_step", lambda step: step)(_nothing).__code__
+_STEP = getattr(Optimizer, "profile_hook_step", lambda step: step)(lambda *args: None).__code__
 
 
 def _steps_running(optimizer: Optimizer | None = None) -> int:
@@ -134,9 +127,7 @@ def check_drawn(owner: Slices, weight: Tensor, forward: bool = True) -> None:
     A parameter counts its in-place changes. One or two may be surgery; more of them, each between two passes that want
     gradients, are optimizer steps that we did not see. Compiled passes run no Python: they are checked at ``eval()``.
     """
-    if _paused.get():
-        return
-    if not (weight.is_leaf and weight.requires_grad) or weight.is_inference():
+    if _paused.get() or not (weight.is_leaf and weight.requires_grad) or weight.is_inference():
         return
     if not (torch.is_grad_enabled() if forward else weight.grad is not None):
         return

@@ -12,40 +12,16 @@ from typing import Annotated, Any
 import typer
 
 from . import UserError
-from .options import (
-    Align,
-    Batch,
-    Device,
-    Grads,
-    Modes,
-    Precision,
-    Rates,
-    Sampling,
-    Schemes,
-    Seconds,
-    Size,
-    Stages,
-    find_device,
-    make_folder,
-)  # fmt: skip
+from .options import BenchOptions, find_device, make_folder, with_bench_options
 
 
+@with_bench_options
 def command(
     models: Annotated[
         list[str], typer.Argument(metavar="MODEL", help="timm:NAME, torchvision:NAME, hf:TYPE, package.module:factory.")
     ],
-    batch: Batch = "128",
-    rates: Rates = "0.5",
-    schemes: Schemes = "none,standard,floor,sliceout",
-    modes: Modes = "eager",
-    precision: Precision = "",
-    sampling: Sampling = "circular",
-    grads: Grads = "dense",
-    align: Align = None,
-    stages: Stages = None,
-    size: Size = None,
-    device: Device = "auto",
-    seconds: Seconds = 1.2,
+    *,
+    options: BenchOptions,
     out: Annotated[Path | None, typer.Option(help="Also write the numbers into this JSON file.")] = None,
 ) -> None:
     """Measure training steps without dropout, with dropout, at the narrow floor and with SliceOut, a process each."""
@@ -55,11 +31,8 @@ def command(
     from . import cases, machine, run, table
     from .models import find_model
 
-    kind = find_device(device)
-    chosen = cases.from_options(
-        models, kind, batch=batch, schemes=schemes, rates=rates, modes=modes, grads=grads, sampling=sampling,
-        precision=precision, align=align, stages=stages, size=size,
-    )  # fmt: skip
+    kind = find_device(options.device)
+    chosen = cases.from_options(models, kind, options)
     cases.check_device(chosen, kind)
     for model in models:
         find_model(model)  # on the meta device: a name that is wrong is found before anything is measured
@@ -69,7 +42,7 @@ def command(
     rows: list[dict[str, Any]] = []
     data: dict[str, Any] = {"kind": "bench", "schema": 1, "machine": machine.describe(torch.device(kind))}
     data |= {"command": shlex.join(["sliceout", *sys.argv[1:]]), "cases": rows}
-    for row in run.run_cases(chosen, run.task(kind, seconds)):
+    for row in run.run_cases(chosen, run.task(kind, options.seconds)):
         rows.append(row)
         console.print(f"{len(rows)} of {len(chosen)}: {row['model']} {row['mode']} {row['scheme']}", style="dim")
         if out is not None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from . import UserError
-from .options import split
+from .options import BenchOptions, split
 
 SCHEMES = ("none", "standard", "controlled", "floor", "sliceout")
 MODES = ("eager", "compiled", "compiled-default", "captured", "captured-compiled")
@@ -118,18 +118,23 @@ def _without_unused(case: Case) -> Case:
 
 
 def from_options(
-    models: Sequence[str], device: str, *, batch: str, schemes: str, rates: str, modes: str, grads: str, sampling: str,
-    precision: str, default_batch: Callable[[str], int] = lambda model: BATCH, **sizes: int | None,
-) -> list[Case]:  # fmt: skip
+    models: Sequence[str],
+    device: str,
+    options: BenchOptions,
+    default_batch: Callable[[str], int] = lambda model: BATCH,
+) -> list[Case]:
     """The cases that the options of ``bench`` ask for."""
-    batches = split("--batch", batch, int)
+    batches = split("--batch", options.batch, int)
+    sizes = {name: getattr(options, name) for name in ("align", "stages", "size")}
     for option, value in (*(("batch", b) for b in batches), *sizes.items()):
         if value is not None and value < 1:
             raise UserError(f"--{option} {value}: expected at least 1")
+    names = {
+        name: split(f"--{name}", getattr(options, name), str) for name in ("schemes", "modes", "grads", "sampling")
+    }
     return expand(
-        models, batches, split("--schemes", schemes, str), split("--rates", rates, float), split("--modes", modes, str),
-        grads=split("--grads", grads, str), sampling=split("--sampling", sampling, str), default_batch=default_batch,
-        precision=precision or ("bf16" if device == "cuda" else "fp32"), **sizes,
+        models, batches, rates=split("--rates", options.rates, float), default_batch=default_batch,
+        precision=options.precision or ("bf16" if device == "cuda" else "fp32"), **names, **sizes,
     )  # fmt: skip
 
 

@@ -10,11 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..nn.attention_numbers import AttentionNumbers
 from ..nn.base import Sliced
 from ..nn.factory import plain_
-from ..nn.foreign import NUMBERS, smaller
-from ..nn.rotary_values import RotaryValues
+from ..nn.foreign import NUMBERS, AttentionNumbers, RotaryValues, smaller
 from ..slices import Axis
 from . import UserError
 

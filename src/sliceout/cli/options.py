@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -12,18 +15,46 @@ from . import UserError
 
 T = TypeVar("T")
 
-Batch = Annotated[str, typer.Option(help="Batch sizes, separated by commas.")]
-Rates = Annotated[str, typer.Option(help="Fractions of the units that are dropped.")]
-Schemes = Annotated[str, typer.Option(help="Of none, standard, controlled, floor, sliceout.")]
-Modes = Annotated[str, typer.Option(help="Of eager, compiled, compiled-default, captured, captured-compiled.")]
-Precision = Annotated[str, typer.Option(help="bf16, tf32 or fp32; by default bf16 on a GPU, fp32 else.")]
-Sampling = Annotated[str, typer.Option(help="Of circular, window.")]
-Grads = Annotated[str, typer.Option(help="Of dense, compact.")]
-Align = Annotated[int | None, typer.Option(help="Starts and widths are multiples of it.")]
 Stages = Annotated[int | None, typer.Option(help="Only so many stages of inverted bottlenecks.")]
-Size = Annotated[int | None, typer.Option(help="Side of the images, or tokens in a sequence.")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Seconds = Annotated[float, typer.Option(help="Seconds of timed steps in each case; 2 and more for energy.")]
+
+
+def _option(text: str) -> Any:
+    return typer.Option(help=text)
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What ``bench`` measures and how, in the library's command and in the lab's; see :func:`with_bench_options`."""
+
+    batch: Annotated[
+        str, _option("Batch sizes, separated by commas; 128 by default, or the paper's for its networks.")
+    ] = ""
+    rates: Annotated[str, _option("Fractions of the units that are dropped.")] = "0.5"
+    schemes: Annotated[str, _option("Of none, standard, controlled, floor, sliceout.")] = "none,standard,floor,sliceout"
+    modes: Annotated[str, _option("Of eager, compiled, compiled-default, captured, captured-compiled.")] = "eager"
+    precision: Annotated[str, _option("bf16, tf32 or fp32; by default bf16 on a GPU, fp32 else.")] = ""
+    sampling: Annotated[str, _option("Of circular, window.")] = "circular"
+    grads: Annotated[str, _option("Of dense, compact.")] = "dense"
+    align: Annotated[int | None, _option("Starts and widths are multiples of it.")] = None
+    stages: Stages = None
+    size: Annotated[int | None, _option("Side of the images, or tokens in a sequence.")] = None
+    device: Annotated[str, _option("auto, cpu or cuda.")] = "auto"
+    seconds: Annotated[float, _option("Seconds of timed steps in each case; 2 and more for energy.")] = 1.2
+
+
+def with_bench_options(command: Callable[..., None]) -> Callable[..., None]:
+    """For typer: ``command`` with an option for each field of :class:`BenchOptions` in place of its ``options``."""
+    fields = inspect.signature(BenchOptions, eval_str=True).parameters
+    own = inspect.signature(command, eval_str=True).parameters
+    each = [p for name in own for p in (fields.values() if name == "options" else [own[name]])]
+
+    @functools.wraps(command)
+    def flat(**given: Any) -> None:
+        command(options=BenchOptions(**{name: given.pop(name) for name in fields}), **given)
+
+    flat.__signature__ = inspect.Signature([p.replace(kind=p.KEYWORD_ONLY) for p in each])  # type: ignore[attr-defined]
+    flat.__annotations__ = {p.name: p.annotation for p in each}
+    return flat
 
 
 def find_device(name: str) -> str:

@@ -17,8 +17,7 @@ from ..nn.base import Sliced, adopt
 from ..nn.factory import slice_
 from ..schemes import SCHEMES
 from ..schemes.dropout import dropping_class
-from ..schemes.patch import Side, patch_
-from ..schemes.residual_blocks import Form
+from ..schemes.patch import Form, Side, patch_
 from ..slices import Slice
 from .dry_run import DryRun, Failure
 from .groups import CONVS, Group, Member

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..ops import take
 from ..slices import Axis, Take
-from .base import Sliced, _autocast_dtype, _check_size
+from .base import Sliced, _autocast_dtype
 
 
 class MultiheadAttention(Sliced, nn.MultiheadAttention):
@@ -32,15 +32,18 @@ class MultiheadAttention(Sliced, nn.MultiheadAttention):
 
     roles = ("qk", "v", "heads")
 
-    def bind(self, axes: dict[str, Axis]) -> None:
+    sizes = ("embed_dim",) * 3
+
+    @classmethod
+    def bind(cls, layer: Any, axes: dict[str, Axis]) -> None:
+        super().bind(layer, axes)
         for role, axis in axes.items():
-            _check_size(self, axis, self.embed_dim, "embed_dim")
             heads = axis.slice.size if role == "heads" else axis.blocks
-            if heads != self.num_heads:
-                raise ValueError(f"{role}_slice={axis} has {heads} heads, but this attention has {self.num_heads}")
+            if heads != layer.num_heads:
+                raise ValueError(f"{role}_slice={axis} has {heads} heads, but this attention has {layer.num_heads}")
         if "heads" in axes and len(axes) > 1:
             raise ValueError("slice heads as a whole or inside, not both")
-        if self.bias_k is not None or self.add_zero_attn:
+        if layer.bias_k is not None or layer.add_zero_attn:
             raise ValueError("add_bias_kv and add_zero_attn have no sliced form")
 
     def forward(
@@ -66,12 +69,8 @@ class MultiheadAttention(Sliced, nn.MultiheadAttention):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         elif not self.batch_first:
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))
-        (wq, bq), (wk, bk), (wv, bv), wo = self._small(query)
-        heads = self.axes["heads"].slice.width if "heads" in self.axes else self.num_heads
-        q, k, v = (
-            F.linear(x, w, b).unflatten(-1, (heads, -1)).transpose(1, 2)
-            for x, w, b in ((query, wq, bq), (key, wk, bk), (value, wv, bv))
-        )
+        dtype = None if self.out_proj.weight.dtype == torch.float64 else _autocast_dtype(query)
+        q, k, v = self._projected((query, key, value), dtype)
         causal = is_causal and key_padding_mask is None and not need_weights  # then no mask need be read
         mask = None if causal else self._mask(attn_mask, key_padding_mask, q)
         weights: Tensor | None = None
@@ -83,7 +82,8 @@ class MultiheadAttention(Sliced, nn.MultiheadAttention):
             weights = weights.mean(1) if average_attn_weights else weights
         else:
             out = F.scaled_dot_product_attention(q, k, v, mask, self.dropout, is_causal=causal)
-        out = F.linear(out.transpose(1, 2).flatten(2), wo, self.out_proj.bias)
+        small = take(self.out_proj.weight, Take(None, self._live("v"), scale_cols=True), dtype)
+        out = F.linear(out.transpose(1, 2).flatten(2), small, self.out_proj.bias)
         if not batched:
             return out.squeeze(0), None if weights is None else weights.squeeze(0)
         return out if self.batch_first else out.transpose(0, 1), weights
@@ -92,19 +92,19 @@ class MultiheadAttention(Sliced, nn.MultiheadAttention):
         axis = self.axes.get(role) or self.axes.get("heads")
         return axis if axis is not None and axis.slice.sliced else None
 
-    def _small(self, like: Tensor) -> Any:
-        """The kept part of the three input projections and of the output projection's weight."""
-        dtype = None if self.out_proj.weight.dtype == torch.float64 else _autocast_dtype(like)
+    def _projected(self, inputs: tuple[Tensor, ...], dtype: torch.dtype | None) -> list[Tensor]:
+        """Queries, keys and values by heads, from the kept part of the three projections."""
         weights: Any = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         if self._qkv_same_embed_dim:
             weights = self.in_proj_weight.chunk(3)
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        axes = [self._live(role) for role in ("qk", "qk", "v")]
-        parts = [
-            (take(w, Take(a), dtype), None if b is None else take(b, Take(a), dtype))
-            for w, b, a in zip(weights, biases, axes, strict=True)
-        ]
-        return *parts, take(self.out_proj.weight, Take(None, axes[2], scale_cols=True), dtype)
+        heads = self.axes["heads"].slice.width if "heads" in self.axes else self.num_heads
+        out = []
+        for x, weight, bias, role in zip(inputs, weights, biases, ("qk", "qk", "v"), strict=True):
+            taken = Take(self._live(role))
+            small = None if bias is None else take(bias, taken, dtype)
+            out.append(F.linear(x, take(weight, taken, dtype), small).unflatten(-1, (heads, -1)).transpose(1, 2))
+        return out
 
     def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
         """Both masks as one additive mask that broadcasts over ``[batch, heads, queries, keys]``."""

@@ -46,6 +46,9 @@ class Sliced:
     roles: tuple[str, ...] = ("unit",)
     """The axes this layer has; see ``axes``."""
 
+    sizes: tuple[str, ...] = ()
+    """The attributes that say how many units there are, role by role; none where any slice will do."""
+
     _kept_for_slices: tuple[str, ...] = ("axes",)
     """Attributes of a layer that its plain class knows nothing of."""
 
@@ -70,16 +73,15 @@ class Sliced:
         super().__init__(*args, **kwargs)
         _attach(self, given)
 
-    def bind(self, axes: dict[str, Axis]) -> None:
-        """Check that the slices fit, and raise if not. Here any will do: dropout has no size, a recipe has checked."""
+    @classmethod
+    def bind(cls, layer: Any, axes: dict[str, Axis]) -> None:
+        """Check that the slices fit ``layer``, which may be plain yet, and raise if not."""
+        for role, name in zip(cls.roles, cls.sizes, strict=False):
+            _check_size(layer, axes.get(role), getattr(layer, name), name)
 
     def takes(self) -> dict[str, Take]:
         """What is taken of which parameter while all slices are live, as far as its gradient may be compact."""
         return {}
-
-    def widths_changed(self) -> None:
-        """Refresh what depends on the widths of the slices; called after a change of rates."""
-        gradient_leaves.refresh(self)
 
     @property
     def slices(self) -> list[Slice]:
@@ -90,8 +92,8 @@ class Sliced:
         self._place()
         return module
 
-    def _place(self) -> None:
-        """Keep the slices where the parameters are; a norm without any leaves that to its neighbours."""
+    def _place(self, incompatible_keys: Any = None) -> None:
+        """Keep the slices where the parameters are; a norm without any leaves that to its neighbours. Also a hook."""
         for t in itertools.chain(self.parameters(), self.buffers()):  # type: ignore[attr-defined]
             for s in self.slices:
                 s.to(t.device)
@@ -130,7 +132,8 @@ class Sliced:
         metadata = getattr(destination, "_metadata", None)  # beside the keys: an unconverted model loads them as ever
         if metadata is not None:
             metadata[prefix[:-1]]["sliceout"] = {
-                role: [drawing.position(s) for s in a.slices] for role, a in self.axes.items()
+                role: [{"seed": s.seed, "stream": s.stream, "step": s.owner.step} for s in a.slices]
+                for role, a in self.axes.items()
             }
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
@@ -141,7 +144,8 @@ class Sliced:
         for role, positions in local_metadata.get("sliceout", {}).items():
             if role in self.axes:
                 for s, position in zip(self.axes[role].slices, positions, strict=False):
-                    drawing.seek(s, position)
+                    s.seed, s.stream = position["seed"], position["stream"]
+                    s.owner.seek_(position["step"])
 
     def extra_repr(self) -> str:
         axes = ", ".join(f"{_argument(role)}={a}" for role, a in self.axes.items())
@@ -212,12 +216,7 @@ def adopt(module: nn.Module, made: type[nn.Module], axes: dict[str, Axis]) -> No
     module.__class__ = made
     _attach(module, axes, checked=True)
     if any(True for _ in module.children()):  # loading with assign=True reaches the children last
-        module.register_load_state_dict_post_hook(place_after_loading)
-
-
-def place_after_loading(module: Any, incompatible_keys: Any) -> None:
-    """A hook: keep the slices where the parameters of the children are now."""
-    module._place()
+        module.register_load_state_dict_post_hook(Sliced._place)
 
 
 def _argument(role: str) -> str:
@@ -234,7 +233,7 @@ def _axes(given: dict[str, Any]) -> dict[str, Axis]:
 def _attach(module: Any, given: dict[str, Any], checked: bool = False) -> None:
     axes = _axes(given)
     if not checked and axes:
-        module.bind(axes)
+        module.bind(module, axes)
     module.axes = axes
     module._place()
     watch(module)

@@ -10,7 +10,7 @@ from .. import drawing
 from ..slices import Axis
 from . import mixing, unitwise
 from .attention import MultiheadAttention
-from .base import Sliced, _argument, _axes, adopt, place_after_loading, sliced_subclass
+from .base import Sliced, _argument, _axes, adopt, sliced_subclass
 from .foreign import slice_foreign_
 
 _SLICED = (*mixing.LAYERS, *unitwise.LAYERS)
@@ -27,12 +27,9 @@ def sliced_class(plain: type[nn.Module]) -> type[nn.Module] | None:
         return None
     for sliced in _SLICED:
         base: Any = sliced._plain
-        if plain is base:
-            return sliced
-        if issubclass(plain, base) and all(
-            getattr(plain, f, None) is getattr(base, f, None) for f in ("forward", "_conv_forward")
-        ):
-            return sliced_subclass(plain, sliced)
+        same = (getattr(plain, f, None) is getattr(base, f, None) for f in ("forward", "_conv_forward"))
+        if issubclass(plain, base) and all(same):
+            return sliced if plain is base else sliced_subclass(plain, sliced)
     duck = _DUCKS.get((plain.__module__.partition(".")[0], plain.__name__))
     return None if duck is None else sliced_subclass(plain, duck)
 
@@ -91,7 +88,7 @@ def plain_(module: nn.Module) -> nn.Module:
     for name in (*module._kept_for_slices, *module._made_anew):
         vars(module).pop(name, None)
     hooks: Any = module._load_state_dict_post_hooks
-    for key in [k for k, hook in hooks.items() if hook is place_after_loading]:
+    for key in [k for k, hook in hooks.items() if hook is Sliced._place]:
         del hooks[key]
     module.__class__ = plain
     return module

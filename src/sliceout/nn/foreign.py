@@ -3,17 +3,21 @@
 timm's ``BatchNormAct2d`` and ``Conv2dSame``, an ``RmsNorm`` of somebody's own: each reads ``self.weight`` and a few
 numbers and computes something we need not know, as long as it treats units one by one or hands the weight to a
 convolution as it is (the trace has checked that). For the length of a call those names answer with what ``take`` gives.
-``attention_numbers`` has the other case: numbers alone, for as long as the layer trains.
+Of attention code the numbers alone are substituted, for as long as it trains, or one call of its forward is rewritten.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import ast
+import functools
+import inspect
+import textwrap
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ..ops import store_, take
-from ..slices import Axis, Take
+from ..slices import Axis, Slice, Take
 from . import mixing, unitwise
 from .base import Sliced, adopt, sliced_subclass
 
@@ -37,16 +41,11 @@ class Substituting(Sliced):
     What they were stays where it was, in ``__dict__``, ``_parameters`` or ``_buffers``, hidden by properties.
     """
 
-    _kept_for_slices = (*Sliced._kept_for_slices, "_originals")
-
     _substituted: tuple[str, ...]
     """The names of these attributes; a class has a property for each."""
 
-    _substitutes: dict[str, Any] | None
+    _substitutes: dict[str, Any] | None = None
     """What those among them that are live answer with now."""
-
-    _originals: dict[str, Any]
-    """What the properties hide in ``__dict__``."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -56,53 +55,68 @@ class Substituting(Sliced):
 
 def _property(name: str) -> property:
     def get(self: Any) -> Any:
-        substitutes = self._substitutes
-        if substitutes is not None and name in substitutes:
-            return substitutes[name]
-        for held in (self._parameters, self._buffers):
-            if name in held:
+        for held in (self._substitutes, self._parameters, self._buffers):
+            if held is not None and name in held:
                 return held[name]
-        return self._originals[name]
+        return self.__dict__[name]
 
     def put(self: Any, value: Any) -> None:
-        if name in self._buffers:
-            self._buffers[name] = value
-        else:
-            self._originals[name] = self.__dict__[name] = value
+        self.__dict__[name] = value
 
     return property(get, put)
 
 
-def substitute_(module: Any, axes: dict[str, Axis], names: tuple[str, ...], *sliced: type) -> None:
-    """Give ``module`` slices and properties of these names, in place."""
-    module._originals = {name: vars(module)[name] for name in names if name in vars(module)}
-    adopt(module, sliced_subclass(type(module), *sliced, _substituted=names), axes)
+# -- layers ------------------------------------------------------------------------------------------------------------
 
 
 class ForeignLayer(Substituting):
-    """A layer that keeps its own forward."""
+    """A layer that keeps its own forward, in front of the class that says what is taken of it (``_parts``)."""
 
-    _kept_for_slices = (*Substituting._kept_for_slices, "_substitutes", "_unit_dim")
-    _unit_dim: int
-    """Dimension of the input along which the units of a unitwise layer lie."""
+    _kept_for_slices = (*Sliced._kept_for_slices, "_substitutes", "_unit_dim")
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        substitutes = self._substitutes_for(x)
-        if substitutes is None:
+        parts = self._parts(x)  # type: ignore[attr-defined]
+        if parts is None:
             return type(self)._plain.forward(self, x, *args, **kwargs)  # type: ignore[arg-type]
-        self._substitutes = substitutes
+        self._substitutes = parts
         try:
             y = type(self)._plain.forward(self, x, *args, **kwargs)  # type: ignore[arg-type]
         finally:
             self._substitutes = None
-        if self.training:
+        if self.training and "unit" in self.axes:
             for name, t in self._buffers.items():  # type: ignore[attr-defined]
-                if name in substitutes and t.dim() == 1 and t.is_floating_point():  # statistics, which may have changed
-                    store_([t], [substitutes[name]], self.axes["unit"])
+                if name in parts and t.is_floating_point():  # statistics, which may have changed
+                    self._store(name, t, parts[name])
         return y
 
-    def _substitutes_for(self, x: Tensor) -> dict[str, Any] | None:
-        """What the forward shall see instead of its full parameters; ``None`` to leave them."""
+    def __setattr__(self, name: str, value: Any) -> None:
+        substitutes = self._substitutes
+        if substitutes is not None and name in substitutes and name in self._buffers:  # type: ignore[attr-defined]
+            substitutes[name] = value  # a forward that replaces its statistics knows of the kept units alone
+        else:
+            super().__setattr__(name, value)
+
+    def _store(self, name: str, full: Tensor, small: Any) -> None:
+        axis = self.axes["unit"]
+        if not isinstance(small, Tensor) or small.numel() != axis.width:
+            found = f"a tensor of shape {tuple(small.shape)}" if isinstance(small, Tensor) else repr(small)
+            raise RuntimeError(
+                f"{type(self)._plain.__name__} has replaced its buffer {name!r} by {found}: while it is sliced, that "
+                f"must have an entry for each of the {axis.width} kept units. Leave this layer out of convert_ (filter)"
+            )
+        small = small.detach() if small.requires_grad else small
+        if full.dim() > 1:
+            full, small = full.view(-1), small.reshape(-1)
+        store_([full], [small], axis)
+
+
+class ForeignUnits(Sliced):
+    """What is taken of a layer that treats units one by one: whatever has as many entries as there are units."""
+
+    _unit_dim: int
+    """Dimension of the input along which the units lie."""
+
+    def _parts(self, x: Tensor) -> dict[str, Any] | None:
         axis = self._arrived("unit", x.shape[self._unit_dim])
         if axis is None:
             return None
@@ -125,17 +139,6 @@ class ForeignLayer(Substituting):
         }
 
 
-class ForeignMixing(ForeignLayer):
-    """The same for a linear layer or convolution: comes before its sliced class, whose arithmetic it uses."""
-
-    def takes(self) -> dict[str, Take]:
-        return super(Substituting, self).takes()
-
-    def _substitutes_for(self, x: Tensor) -> dict[str, Any] | None:
-        parts = self._parts(x)  # type: ignore[attr-defined]
-        return None if parts is None else dict(zip(("weight", "bias", "groups"), parts, strict=False))
-
-
 def smaller(name: str, value: Any, axis: Axis) -> Any:
     """What a number of a unitwise layer (one of ``NUMBERS``) is while ``axis`` is sliced."""
     if name == "num_groups":
@@ -151,8 +154,106 @@ def slice_foreign_(module: Any, axes: dict[str, Axis], dim: int) -> nn.Module:
     if base is not None:
         base.bind(module, axes)
     elif isinstance(module, nn.GroupNorm):
-        unitwise.GroupNorm.bind(module, axes)  # type: ignore[arg-type]
+        unitwise.GroupNorm.bind(module, axes)
     names = tuple(n for n in (*module._parameters, *module._buffers, *NUMBERS, "groups") if hasattr(module, n))
-    module._substitutes, module._unit_dim = None, dim
-    substitute_(module, axes, names, *((ForeignLayer,) if base is None else (ForeignMixing, base)))
+    module._unit_dim = dim
+    adopt(module, sliced_subclass(type(module), ForeignLayer, base or ForeignUnits, _substituted=names), axes)
     return module  # type: ignore[no-any-return]
+
+
+# -- attention code ----------------------------------------------------------------------------------------------------
+
+
+class WidthPower(NamedTuple):
+    """A number that is ``times * width**exponent``."""
+
+    times: int = 1
+    exponent: float = 1
+
+
+class AttentionNumbers(Substituting):
+    """A module some of whose numbers follow a slice: ``head_dim`` in a view, ``scale`` as the softmax temperature."""
+
+    _kept_for_slices = (*Sliced._kept_for_slices, "_powers")
+    _powers: dict[str, WidthPower]
+
+    @property
+    def _substitutes(self) -> dict[str, Any] | None:  # type: ignore[override]
+        s = self.axes["unit"].slice
+        if not self.training or not s.sliced:
+            return None
+        return {name: p.times * s.width**p.exponent for name, p in self._powers.items()}
+
+
+def follow_width_(module: Any, s: Slice, powers: dict[str, WidthPower]) -> nn.Module:
+    """Let these attributes of ``module`` follow the width of ``s`` while it is sliced, in place."""
+    module._powers = powers
+    adopt(module, sliced_subclass(type(module), AttentionNumbers, _substituted=tuple(powers)), {"unit": s.axis()})
+    return module  # type: ignore[no-any-return]
+
+
+class RotaryValues(Sliced):
+    """Rotary attention, whose values may have a width of their own: queries and keys cannot be sliced there.
+
+    Attention code reshapes all three by one number: ``self.v_proj(x).view(*shape, -1, self.head_dim)``. So its forward
+    is compiled again with this one call replaced by ``self._by_head(self.v_proj(x), ...)``, which puts in the width of
+    what it is given. All else is the model's own (masks, caches, norms); a class without such a call is left alone.
+    """
+
+    _projection: str
+    """The attribute that projects to values; a class whose forward is rewritten for it says so."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "_projection" in vars(cls):
+            cls.forward = _rewritten_forward(cls._plain, cls._projection)  # type: ignore[arg-type, attr-defined]
+
+    def _by_head(self, values: Tensor, *shape: Any) -> Tensor:
+        """``values.view(*shape)``, by heads of the width they have."""
+        sizes = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
+        s = self.axes["unit"].slice
+        if self.training and s.sliced and sizes[-1] == s.size:
+            sizes[-1] = s.width
+        return values.view(sizes)
+
+
+def slice_rotary_values_(module: nn.Module, projection: str, s: Slice) -> bool:
+    """Let the output of ``module.<projection>`` be viewed by the width of ``s``; false if the code forbids it."""
+    plain: Any = type(module)
+    if _rewritten_forward(plain, projection) is None:
+        return False
+    adopt(module, sliced_subclass(plain, RotaryValues, _projection=projection), {"unit": s.axis()})
+    return True
+
+
+@functools.cache
+def _rewritten_forward(plain: Any, projection: str) -> Any:
+    """The forward of ``plain`` with that one call replaced; ``None`` if it cannot be."""
+    forward: Any = inspect.unwrap(plain.forward)
+    if forward.__code__.co_freevars:
+        return None
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, SyntaxError):
+        return None
+    function: Any = tree.body[0]
+    function.decorator_list = []
+    calls = [node for node in ast.walk(function) if _views(node, projection)]
+    if len(calls) != 1:
+        return None
+    call: Any = calls[0]
+    call.args.insert(0, call.func.value)
+    call.func = ast.Attribute(ast.Name("self", ast.Load()), "_by_head", ast.Load())
+    ast.fix_missing_locations(tree)
+    made: dict[str, Any] = {}
+    code = compile(tree, inspect.getfile(forward), "exec")  # with this file's __future__: annotations stay text
+    exec(code, forward.__globals__, made)
+    return made["forward"]
+
+
+def _views(node: ast.AST, projection: str) -> bool:
+    """Whether it is ``self.<projection>(...).view(...)``."""
+    match node:
+        case ast.Call(func=ast.Attribute(value=ast.Call(func=projects), attr="view" | "reshape")):
+            return ast.unparse(projects) == f"self.{projection}"
+    return False

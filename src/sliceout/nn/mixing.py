@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import host_knows_start, take
-from ..slices import Axis, ConcatAxis, Take
+from ..slices import Axis, Take
 from .base import Sliced, _attach, _autocast_dtype, _check_size
 
 
@@ -21,13 +21,23 @@ class Mixing(Sliced):
     weight: Tensor
     bias: Any
 
-    def _small(self, out: Axis | None, into: Axis | None, like: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _live(self, x: Tensor) -> tuple[Axis | None, Axis | None]:
+        """The slices of the output and of the input that are live in this call."""
+        return self._started(), self._arrived("in", x.shape[-1])
+
+    def _parts(self, x: Tensor) -> dict[str, Any] | None:
+        """What a forward reads instead of the full parameters, by attribute; ``None`` if nothing is sliced."""
+        out, into = self._live(x)
+        return None if out is None and into is None else self._small(out, into, x)
+
+    def _small(self, out: Axis | None, into: Axis | None, like: Tensor) -> dict[str, Any]:
         """The kept part of weight and bias, normalisation included, in the dtype the product will run in."""
         weight, bias = self._found("weight"), self._found("bias")
         dtype = None if weight.dtype == torch.float64 else _autocast_dtype(like)  # autocast leaves float64 alone
         takes, leaves = self._takes(out, into), self._gradient_leaves
-        small = take(weight, takes["weight"], dtype, leaves.get("weight"))
-        return small, None if bias is None else take(bias, takes["bias"], dtype, leaves.get("bias"))
+        weight = take(weight, takes["weight"], dtype, leaves.get("weight"))
+        bias = None if bias is None else take(bias, takes["bias"], dtype, leaves.get("bias"))
+        return {"weight": weight, "bias": bias}
 
     def takes(self) -> dict[str, Take]:
         return self._takes(self.axes.get("out"), self.axes.get("in"))
@@ -38,6 +48,31 @@ class Mixing(Sliced):
         scale_in = into is not None and into.slice.fold == "consumer"
         weight = Take(into, out, scale_in, scale_out) if self.transposed else Take(out, into, scale_out, scale_in)
         return {"weight": weight, "bias": Take(out, None, scale_out)}
+
+    def _linear_by_views(self, x: Tensor, out: Axis | None, into: Axis | None) -> Tensor:
+        """Eager CPU: where the normalisation is one number, the product applies it, and no weight is copied at all."""
+        takes = self._takes(out, into)
+        weight, alpha = _without_gain(takes["weight"])
+        small = take(self.weight, weight)
+        small = small if self.transposed else small.t()
+        flat = x.reshape(-1, x.shape[-1])
+        if self.bias is None:
+            y = torch.addmm(flat.new_zeros(()), flat, small, beta=0, alpha=alpha)
+        else:
+            bias, beta = _without_gain(takes["bias"])
+            y = torch.addmm(take(self.bias, bias), flat, small, beta=beta, alpha=alpha)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _without_gain(t: Take) -> tuple[Take, float]:
+    """``t`` without those normalisations that are one number along a whole axis, and the product of these."""
+    gain, scaled = 1.0, [False, False]
+    for dim, (axis, wanted) in enumerate(((t.rows, t.scale_rows), (t.cols, t.scale_cols))):
+        if axis is not None and wanted:
+            gains = {s.gain for s in axis.slices}
+            one = gains.pop() if len(gains) == 1 else None
+            scaled[dim], gain = one is None, gain * (one or 1.0)
+    return Take(t.rows, t.cols, *scaled), gain
 
 
 class Linear(Mixing, nn.Linear):
@@ -50,22 +85,15 @@ class Linear(Mixing, nn.Linear):
         torch.Size([5, 4])
     """
 
-    def bind(self, axes: dict[str, Axis]) -> None:
-        _check_size(self, axes.get("in"), self.in_features, "in_features")
-        _check_size(self, axes.get("out"), self.out_features, "out_features")
+    sizes = ("in_features", "out_features")
 
     def forward(self, x: Tensor) -> Tensor:
-        out, into = self._started(), self._arrived("in", x.shape[-1])
+        out, into = self._live(x)
         if out is None and into is None:
             return super().forward(x)
         if host_knows_start(x) and _autocast_dtype(x) is None:
-            return _linear_by_views(x, self.weight, self.bias, out, into, self.transposed)
-        return F.linear(x, *self._small(out, into, x))
-
-    def _parts(self, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        """Weight and bias of this call; ``None`` if nothing is sliced."""
-        out, into = self._started(), self._arrived("in", x.shape[-1])
-        return None if out is None and into is None else self._small(out, into, x)
+            return self._linear_by_views(x, out, into)
+        return F.linear(x, **self._small(out, into, x))
 
 
 class Conv1D(Mixing, nn.Module):
@@ -81,75 +109,70 @@ class Conv1D(Mixing, nn.Module):
         nn.init.normal_(self.weight, std=0.02)
         _attach(self, {"in": in_slice, "out": out_slice})
 
-    def bind(self, axes: dict[str, Axis]) -> None:
-        _check_size(self, axes.get("in"), self.weight.shape[0], "nx")
-        _check_size(self, axes.get("out"), self.weight.shape[1], "nf")
+    @classmethod
+    def bind(cls, layer: Any, axes: dict[str, Axis]) -> None:
+        _check_size(layer, axes.get("in"), layer.weight.shape[0], "nx")
+        _check_size(layer, axes.get("out"), layer.weight.shape[1], "nf")
 
     def forward(self, x: Tensor) -> Tensor:
-        out, into = self._started(), self._arrived("in", x.shape[-1])
+        out, into = self._live(x)
         if host_knows_start(x) and (out or into) and _autocast_dtype(x) is None:
-            return _linear_by_views(x, self.weight, self.bias, out, into, self.transposed)
-        weight, bias = self._small(out, into, x)
-        y = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)  # type: ignore[arg-type]  # as in transformers
+            return self._linear_by_views(x, out, into)
+        small = self._small(out, into, x)
+        y = torch.addmm(small["bias"], x.reshape(-1, x.shape[-1]), small["weight"])  # as in transformers
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
 class Conv(Mixing):
     """Convolutions: slices on channels; with ``groups``, either inside every group or whole groups."""
 
-    in_channels: int
-    out_channels: int
+    sizes = ("in_channels", "out_channels")
     groups: int
     kernel_size: tuple[int, ...]
 
-    def bind(self, axes: dict[str, Axis]) -> None:
-        _check_size(self, axes.get("in"), self.in_channels, "in_channels")
-        _check_size(self, axes.get("out"), self.out_channels, "out_channels")
-        if self.groups == 1 or _whole_groups(axes, self.groups):
+    @classmethod
+    def bind(cls, layer: Any, axes: dict[str, Axis]) -> None:
+        super().bind(layer, axes)
+        if layer.groups == 1 or _whole_groups(axes, layer.groups):
             return
         for role, axis in axes.items():
-            if axis.blocks != self.groups:
+            if axis.blocks != layer.groups:
                 raise ValueError(
-                    f"{role}_slice={axis} does not fit groups={self.groups}: slice inside every group with "
-                    f"axis(blocks={self.groups}), or whole groups with one Slice({self.groups}) for input and output"
+                    f"{role}_slice={axis} does not fit groups={layer.groups}: slice inside every group with "
+                    f"axis(blocks={layer.groups}), or whole groups with one Slice({layer.groups}) for input and output"
                 )
 
-    def _parts(self, x: Tensor) -> tuple[Tensor, Tensor | None, int] | None:
-        """Weight, bias and groups of this call; ``None`` if nothing is sliced."""
-        into, groups = self._arrived("in", x.shape[-1 - len(self.kernel_size)]), self.groups  # there may be no batch
-        if groups > 1 and _whole_groups(self.axes, groups):
-            if into is None:
-                return None
-            whole, groups = self.axes["out"], into.blocks * into.slice.width
-            leaves = self._gradient_leaves
-            weight = take(self.weight, Take(whole), leaf=leaves.get("weight"))
-            bias = None if self.bias is None else take(self.bias, Take(whole), leaf=leaves.get("bias"))
-            return weight, bias, groups
-        out = self._started()
-        if out is None and into is None:
-            return None
-        return *self._small(out, self._columns(into), x), groups
-
-    def _columns(self, into: Axis | None) -> Axis | None:
-        """How the input's slice lies along the columns of the weight: every group holds its own."""
-        return into.slice.axis(inner=into.inner) if into is not None and self.groups > 1 else into
-
-    def takes(self) -> dict[str, Take]:
-        out, into = self.axes.get("out"), self.axes.get("in")
+    def _live(self, x: Tensor) -> tuple[Axis | None, Axis | None]:
+        into = self._arrived("in", self._channels(x))
         if self.groups > 1 and _whole_groups(self.axes, self.groups):
-            return {"weight": Take(out), "bias": Take(out)}
-        return self._takes(out, self._columns(into))
+            return (None, None) if into is None else (self.axes["out"], into)
+        return self._started(), into
+
+    def _channels(self, x: Tensor) -> int:
+        return x.shape[-1 - len(self.kernel_size)]  # there may be no batch
+
+    def _takes(self, out: Axis | None, into: Axis | None) -> dict[str, Take]:
+        if self.groups > 1 and into is not None:
+            if _whole_groups(self.axes, self.groups):
+                return {"weight": Take(out), "bias": Take(out)}
+            into = into.slice.axis(inner=into.inner)  # the weight of every group has its own columns
+        return super()._takes(out, into)
+
+    def _parts(self, x: Tensor) -> dict[str, Any] | None:
+        parts = super()._parts(x)
+        if parts is not None:
+            parts["groups"] = self._channels(x) // parts["weight"].shape[1]  # fewer if whole groups are sliced
+        return parts
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self._parts(x)
         if parts is None:
             return super().forward(x)  # type: ignore[misc]
-        weight, bias, groups = parts
-        if self.padding_mode != "zeros":  # type: ignore[attr-defined]
-            x = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode)  # type: ignore[attr-defined]
-        padding = self.padding if self.padding_mode == "zeros" else 0  # type: ignore[attr-defined]
-        convolve: Any = (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 3]
-        return convolve(x, weight, bias, self.stride, padding, self.dilation, groups)  # type: ignore[attr-defined]
+        mode, padding = self.padding_mode, self.padding  # type: ignore[attr-defined]
+        if mode != "zeros":
+            x, padding = F.pad(x, self._reversed_padding_repeated_twice, mode=mode), 0  # type: ignore[attr-defined]
+        convolve: Any = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel_size) - 1]
+        return convolve(x, **parts, stride=self.stride, padding=padding, dilation=self.dilation)  # type: ignore[attr-defined]
 
 
 def _whole_groups(axes: dict[str, Axis], groups: int) -> bool:
@@ -185,30 +208,3 @@ class Conv3d(Conv, nn.Conv3d):
 
 LAYERS = (Linear, Conv1d, Conv2d, Conv3d)
 """Those that torch's own layers become."""
-
-
-def _gain(axis: Axis | ConcatAxis) -> float | None:
-    """The normalisation if it is one number along the whole axis."""
-    gains = {s.gain for s in axis.slices}
-    return gains.pop() if len(gains) == 1 else None
-
-
-def _linear_by_views(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Axis | None, into: Axis | None, transposed: bool
-) -> Tensor:
-    """Eager CPU: where the normalisation is one number, the product applies it, and no weight is copied at all."""
-    out_gain = _gain(out) if out is not None and out.slice.fold == "producer" else 1.0
-    in_gain = _gain(into) if into is not None and into.slice.fold == "consumer" else 1.0
-    scale_out, scale_in = out_gain is None, in_gain is None
-    if transposed:
-        small = take(weight, Take(into, out, scale_in, scale_out))
-    else:
-        small = take(weight, Take(out, into, scale_out, scale_in)).t()
-    beta = out_gain or 1.0
-    alpha = beta * (in_gain or 1.0)
-    flat = x.reshape(-1, x.shape[-1])
-    if bias is None:
-        y = torch.addmm(flat.new_zeros(()), flat, small, beta=0, alpha=alpha)
-    else:
-        y = torch.addmm(take(bias, Take(out, None, scale_out)), flat, small, beta=beta, alpha=alpha)
-    return y.view(*x.shape[:-1], y.shape[-1])

@@ -14,7 +14,15 @@ from .base import Sliced, _attach, _check_size
 
 
 class _Unitwise(Sliced):
-    """Layers whose parameters have an entry for every unit."""
+    """Layers whose parameters have an entry for every unit; ``_forward(x, axis)`` is what they do with sliced input."""
+
+    _forward: Any
+    unit_dim = 1
+    """Dimension of the input along which the units lie."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        axis = self._arrived("unit", input.shape[self.unit_dim])
+        return super().forward(input) if axis is None else self._forward(input, axis)  # type: ignore[misc, no-any-return]
 
     def takes(self) -> dict[str, Take]:
         return {name: Take(self.axes.get("unit")) for name in self._parameters}  # type: ignore[attr-defined]
@@ -32,20 +40,12 @@ class _Unitwise(Sliced):
 class _BatchNorm(_Unitwise):
     """Batch norm over the kept channels; the running statistics of the others stay as they are."""
 
+    sizes = ("num_features",)
     _made_anew = (*Sliced._made_anew, "_statistics")
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    num_batches_tracked: Tensor | None
     _statistics: views.InPlace | None = None
     momentum: float | None
 
-    def bind(self, axes: dict[str, Axis]) -> None:
-        _check_size(self, axes.get("unit"), self.num_features, "num_features")  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        axis = self._arrived("unit", x.shape[1])
-        if axis is None:
-            return super().forward(x)  # type: ignore[misc]
+    def _forward(self, x: Tensor, axis: Axis) -> Tensor:
         self._check_input_dim(x)  # type: ignore[attr-defined]
         mean, var = self._found("running_mean"), self._found("running_var")
         tracked = self._found("num_batches_tracked")
@@ -100,69 +100,58 @@ class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
 class GroupNorm(_Unitwise, nn.GroupNorm):
     """``nn.GroupNorm`` over a slice of whole groups, or over the same slice inside every group."""
 
-    def bind(self, axes: dict[str, Axis]) -> None:
-        axis = axes["unit"]
-        _check_size(self, axis, self.num_channels, "num_channels")
-        if self.num_groups not in (axis.blocks, axis.blocks * axis.slice.size):
+    sizes = ("num_channels",)
+
+    @classmethod
+    def bind(cls, layer: Any, axes: dict[str, Axis]) -> None:
+        super().bind(layer, axes)
+        axis, groups = axes["unit"], layer.num_groups
+        if groups not in (axis.blocks, axis.blocks * axis.slice.size):
             raise ValueError(
-                f"slice={axis} cuts through the {self.num_groups} groups of this norm: slice whole groups with "
-                f"Slice({self.num_groups}).axis(inner={self.num_channels // self.num_groups}), "
-                f"or inside every group with axis(blocks={self.num_groups})"
+                f"slice={axis} cuts through the {groups} groups of this norm: slice whole groups with "
+                f"Slice({groups}).axis(inner={layer.num_channels // groups}), "
+                f"or inside every group with axis(blocks={groups})"
             )
 
-    def forward(self, x: Tensor) -> Tensor:
-        axis = self._arrived("unit", x.shape[1])
-        if axis is None:
-            return super().forward(x)
+    def _forward(self, x: Tensor, axis: Axis) -> Tensor:
         groups = self.num_groups if axis.blocks == self.num_groups else axis.blocks * axis.slice.width
-        weight, bias = self._pair(axis)
-        return F.group_norm(x, groups, weight, bias, self.eps)
+        return F.group_norm(x, groups, *self._pair(axis), self.eps)
 
 
 class _LastNorm(_Unitwise):
     """Norms over a sliced last dimension."""
 
-    normalized_shape: tuple[int, ...]
+    unit_dim = -1
 
-    def bind(self, axes: dict[str, Axis]) -> None:
-        shape = self.normalized_shape
+    @classmethod
+    def bind(cls, layer: Any, axes: dict[str, Axis]) -> None:
+        shape = tuple(layer.normalized_shape)
         if len(shape) != 1:
-            raise ValueError(
-                f"normalized_shape={tuple(shape)}: only a norm over the last dimension alone can be sliced"
-            )
-        _check_size(self, axes["unit"], shape[0], "normalized_shape")
+            raise ValueError(f"normalized_shape={shape}: only a norm over the last dimension alone can be sliced")
+        _check_size(layer, axes["unit"], shape[0], "normalized_shape")
 
 
 class LayerNorm(_LastNorm, nn.LayerNorm):
     """``nn.LayerNorm`` over a sliced last dimension: mean and variance are those of the kept units."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        axis = self._arrived("unit", input.shape[-1])
-        if axis is None:
-            return super().forward(input)
-        weight, bias = self._pair(axis)
-        return F.layer_norm(input, (axis.width,), weight, bias, self.eps)
+    def _forward(self, x: Tensor, axis: Axis) -> Tensor:
+        return F.layer_norm(x, (axis.width,), *self._pair(axis), self.eps)
 
 
 class RMSNorm(_LastNorm, nn.RMSNorm):
     """``nn.RMSNorm`` over a sliced last dimension: the mean square is that of the kept units."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        axis = self._arrived("unit", x.shape[-1])
-        if axis is None:
-            return super().forward(x)
+    def _forward(self, x: Tensor, axis: Axis) -> Tensor:
         return F.rms_norm(x, (axis.width,), self._small("weight", axis), self.eps)
 
 
 class PReLU(_Unitwise, nn.PReLU):
     """``nn.PReLU`` with one parameter per unit of a sliced dimension 1."""
 
-    def bind(self, axes: dict[str, Axis]) -> None:
-        _check_size(self, axes["unit"], self.num_parameters, "num_parameters")
+    sizes = ("num_parameters",)
 
-    def forward(self, input: Tensor) -> Tensor:
-        axis = self._arrived("unit", input.shape[1])
-        return super().forward(input) if axis is None else F.prelu(input, self._small("weight", axis))
+    def _forward(self, x: Tensor, axis: Axis) -> Tensor:
+        return F.prelu(x, self._small("weight", axis))
 
 
 class LayerScale(_Unitwise, nn.Module):
@@ -174,8 +163,9 @@ class LayerScale(_Unitwise, nn.Module):
         self.gamma = nn.Parameter(torch.full((dim,), init_values))
         _attach(self, {"unit": slice})
 
-    def bind(self, axes: dict[str, Axis]) -> None:
-        _check_size(self, axes["unit"], self.gamma.shape[0], "dim")
+    @classmethod
+    def bind(cls, layer: Any, axes: dict[str, Axis]) -> None:
+        _check_size(layer, axes["unit"], layer.gamma.shape[0], "dim")
 
     def forward(self, x: Tensor) -> Tensor:
         axis = self._arrived("unit", x.shape[-1])

@@ -63,25 +63,16 @@ class Dropping(Sliced):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         s = self.axes["in"].slice
         if self.training and s.on and s.rate:
-            x = _DROP[s.sampling](x, s.rate, self)
+            drop: Any = _DROP[s.sampling]
+            batched = s.sampling == "standard" or x.dim() == len(self.kernel_size) + 2  # type: ignore[attr-defined]
+            x = drop(x, s.rate) if batched else drop(x.unsqueeze(0), s.rate).squeeze(0)
         return super().forward(x, *args, **kwargs)  # type: ignore[misc]
 
 
-def _spatial(x: Tensor, rate: float, layer: Any) -> Tensor:
-    dims = len(layer.kernel_size)
-    drop: Any = (F.dropout1d, F.dropout2d, F.dropout3d)[dims - 1]
-    return drop(x, rate) if x.dim() == dims + 2 else drop(x.unsqueeze(0), rate).squeeze(0)
-
-
-def _blocks(x: Tensor, rate: float, layer: Any) -> Tensor:
-    batched = x.dim() == len(layer.kernel_size) + 2
-    return drop_block(x, rate) if batched else drop_block(x.unsqueeze(0), rate).squeeze(0)
-
-
-_DROP: dict[str, Callable[[Tensor, float, Any], Tensor]] = {
-    "standard": lambda x, rate, layer: F.dropout(x, rate),
-    "spatial": _spatial,
-    "dropblock": _blocks,
+_DROP: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "standard": F.dropout,
+    "spatial": lambda x, rate: (F.dropout1d, F.dropout2d, F.dropout3d)[x.dim() - 3](x, rate),
+    "dropblock": lambda x, rate: drop_block(x, rate),
 }
 
 
@@ -92,16 +83,13 @@ def dropping_class(plain: type[nn.Module]) -> type[nn.Module]:
 
 # -- DropBlock ---------------------------------------------------------------------------------------------------------
 
-BLOCK = 7
-"""Side of a block, as in the original paper; clipped to the map."""
 
-
-def drop_block(x: Tensor, rate: float, block: int = BLOCK) -> Tensor:
+def drop_block(x: Tensor, rate: float, block: int = 7) -> Tensor:
     """Drop blocks of ``x`` (``[batch, channels, *map]``) so that a share ``rate`` of its entries is expected to go.
 
     The original seeds blocks with a rate that is right only if blocks never overlap: at ``rate=0.5`` it drops a good
     third. Here the rate of the seeds is solved for exactly. What is kept is divided by the share that was kept in this
-    call, as in the original.
+    call, and ``block``, the side of a block, is 7, both as in the original; it is clipped to the map.
 
     Example:
         >>> kept = drop_block(torch.ones(64, 8, 20, 20), 0.3) > 0

@@ -23,6 +23,7 @@ Both starts, row and column, are slices like all others: in device memory, redra
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +35,6 @@ from ..nn.base import Sliced, adopt, sliced_subclass
 from ..ops import host_knows_start
 from ..ops.placement import is_channels_last
 from ..slices import Slice
-from .residual_blocks import Form
 
 
 class Side(Slice):
@@ -44,16 +44,14 @@ class Side(Slice):
         size: length of the map's side.
         rate: share of the *area* that is dropped.
         reads: length of the same side of the map that the branch reads; ``size`` times the stride of the block.
-        norm, align, seed: see :class:`~sliceout.Slice`.
+        align, settings: ``norm`` and ``seed``; see :class:`~sliceout.Slice`.
     """
 
     across: Side
     """The other side."""
 
-    def __init__(
-        self, size: int, rate: float, *, reads: int, norm: str = "probabilistic", align: int = 1, seed: int = 0
-    ) -> None:
-        super().__init__(size, side_rate(rate), align=align, sampling="window", norm=norm, seed=seed)
+    def __init__(self, size: int, rate: float, *, reads: int, align: int = 1, **settings: Any) -> None:
+        super().__init__(size, side_rate(rate), align=align, sampling="window", **settings)
         self.rate = rate
         self.reads = reads
         self.stride = -(-reads // size)
@@ -77,32 +75,16 @@ def side_rate(rate: float) -> float:
     return 1 - math.sqrt(1 - rate) if 0 <= rate < 1 else rate  # the rest is for Slice to refuse
 
 
-def window(
-    reads: tuple[int, int],
-    writes: tuple[int, int],
-    rate: float = 0.5,
-    *,
-    size: tuple[int, int] | None = None,
-    **settings: Any,
-) -> tuple[Side, Side]:
+def window(reads: tuple[int, int], writes: tuple[int, int], rate: float = 0.5, **settings: Any) -> tuple[Side, Side]:
     """Row and column slice for a block that reads and writes maps of these sizes.
 
     Args:
         reads, writes: height and width of the maps.
         rate: share of the area that is dropped.
-        size: height and width of the window on the map that is written, instead of what follows from ``rate``.
         settings: of :class:`Side`.
     """
-    if size is not None:
-        if any(not 1 <= w <= n for w, n in zip(size, writes, strict=True)):
-            raise ValueError(f"window={size}: larger than the {writes[0]}x{writes[1]} map, or empty")
-        rate = 1 - size[0] * size[1] / (writes[0] * writes[1])
     row, col = (Side(n, rate, reads=m, **settings) for m, n in zip(reads, writes, strict=True))
     row.across, col.across = col, row
-    if size is not None:
-        for s, w in zip((row, col), size, strict=True):
-            Slice.rerate_(s, 1 - w / s.size)
-            s.rate = rate
     return row, col
 
 
@@ -127,13 +109,10 @@ def paste(small: Tensor, row: Side, col: Side) -> Tensor:
 
 def scaled(small: Tensor, row: Side, col: Side) -> Tensor:
     """``small`` with each position divided by its probability of being in the window."""
-    factor = _factors(row)[:, None] * _factors(col)
+    units = (s.start + torch.arange(s.width, device=s.start.device) for s in (row, col))
+    rows, cols = (i.new_ones(()) if s.scale is None else s.scale[i] for s, i in zip((row, col), units, strict=True))
+    factor = rows[..., None] * cols
     return (small * factor.to(small.device, torch.promote_types(small.dtype, torch.float32))).to(small.dtype)
-
-
-def _factors(s: Slice) -> Tensor:
-    units = s.start + torch.arange(s.width, device=s.start.device)
-    return torch.ones_like(units, dtype=torch.float64) if s.scale is None else s.scale[units]
 
 
 class _Move(torch.autograd.Function):
@@ -163,6 +142,59 @@ class _Move(torch.autograd.Function):
 
 
 # -- residual blocks ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a residual block is put together."""
+
+    convs: int
+    norm: str
+    """``bn`` or ``norm``: what the norms are called, before their number."""
+    norm_first: bool
+    """Norm and activation in front of each convolution (Wide ResNet), or behind it (ResNet)."""
+    act: str | None
+    """The activation: an attribute (``#`` stands for its number), ``relu()`` the function, or ``None``: in the norm."""
+    shortcut: str | None
+    """The attribute that projects the shortcut, if the class has one."""
+    activated: bool
+    """Whether the shortcut projects what the first norm and activation have made of the input."""
+
+    def enter(self, block: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What the branch reads and what the shortcut is."""
+        y = self._act(block, 1, self._norm(block, 1, x)) if self.norm_first else x
+        project = getattr(block, self.shortcut, None) if self.shortcut else None
+        return y, x if project is None else project(y if self.activated else x)
+
+    def branch(self, block: Any, y: Tensor) -> Tensor:
+        """From the input of the first convolution to the sum. Dropouts rest; stochastic depth does not."""
+        for i in range(1, self.convs + 1):
+            y = getattr(block, f"conv{i}")(y)
+            if self.norm_first and i < self.convs:
+                y = self._act(block, i + 1, self._norm(block, i + 1, y))
+            if not self.norm_first:
+                y = self._norm(block, i, y)
+                y = self._act(block, i, y) if i < self.convs else y
+        for name in ("se", "drop_path"):
+            layer = getattr(block, name, None)
+            y = y if layer is None else layer(y)
+        return y
+
+    def leave(self, block: Any, y: Tensor) -> Tensor:
+        """What follows the sum."""
+        return y if self.norm_first else self._act(block, self.convs, y)
+
+    def __call__(self, block: Any, x: Tensor) -> Tensor:
+        y, shortcut = self.enter(block, x)
+        return self.leave(block, shortcut + self.branch(block, y))
+
+    def _norm(self, block: Any, i: int, x: Tensor) -> Tensor:
+        return getattr(block, f"{self.norm}{i}")(x)
+
+    def _act(self, block: Any, i: int, x: Tensor) -> Tensor:
+        if self.act is None:
+            return x
+        return F.relu(x) if self.act == "relu()" else getattr(block, self.act.replace("#", str(i)))(x)
 
 
 class PatchBlock(Sliced):

@@ -8,7 +8,6 @@ baseline (Ko et al., 2017), and what tells the effect of contiguity from the eff
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,8 +69,9 @@ class Subset(Slice):
     def start_as_tensor(self) -> Tensor:
         return tables([self.start_on_host], self.size, self.width)[0]
 
-    @classmethod
-    def after_draw(cls, members: list[Any]) -> None:
+    @staticmethod
+    def after_draw(members: list[Subset]) -> None:
+        """Make the tables of subsets that got new numbers."""
         alike: dict[tuple[int, int], list[Subset]] = {}
         for s in members:
             alike.setdefault((s.size, s.width), []).append(s)

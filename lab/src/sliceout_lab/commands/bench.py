@@ -13,27 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sliceout.cli import UserError
-from sliceout.cli.options import (
-    Align,
-    Batch,
-    Device,
-    Grads,
-    Modes,
-    Precision,
-    Rates,
-    Sampling,
-    Schemes,
-    Seconds,
-    Size,
-    Stages,
-    find_device,
-    make_folder,
-)  # fmt: skip
+from sliceout.cli.options import BenchOptions, find_device, make_folder, with_bench_options
 
 if TYPE_CHECKING:
     from sliceout.cli.cases import Case
 
 
+@with_bench_options
 def command(
     models: Annotated[
         list[str] | None,
@@ -44,16 +30,8 @@ def command(
     suite: Annotated[
         str | None, typer.Option(help="A named set of cases instead: h200-must, scaling, cpu, tiny.")
     ] = None,
-    batch: Batch = "",
-    rates: Rates = "0.5",
-    schemes: Schemes = "none,standard,floor,sliceout",
-    modes: Modes = "eager",
-    precision: Precision = "",
-    sampling: Sampling = "circular",
-    grads: Grads = "dense",
-    align: Align = None,
-    stages: Stages = None,
-    size: Size = None,
+    *,
+    options: BenchOptions,
     match_memory: Annotated[
         bool, typer.Option("--match-memory", help="Also find SliceOut's largest batch in standard dropout's memory.")
     ] = False,
@@ -64,8 +42,6 @@ def command(
     tune_first: Annotated[
         bool, typer.Option("--tune-first", help="Let cuDNN choose its algorithms in an eager pass, before compiling.")
     ] = False,
-    device: Device = "auto",
-    seconds: Seconds = 1.2,
     prepare: Annotated[int, typer.Option(help="Workers that start up side by side; one at a time is timed.")] = 0,
     prefill: Annotated[int, typer.Option(help="First compile all cases, so many at a time, into the disk cache.")] = 0,
     limit: Annotated[float, typer.Option(help="Seconds after which nothing more is started.")] = 24 * 3600,
@@ -98,7 +74,7 @@ def command(
     if table is not None:
         _print(console, files.read(table), table)
         return
-    kind = find_device(device)
+    kind = find_device(options.device)
     if suite is not None:
         if models:
             raise UserError("--suite names its own models: give either models or a suite")
@@ -106,10 +82,7 @@ def command(
     else:
         if not models:
             raise UserError("name a model (sliceout-lab bench wrn-28-10) or a suite (--suite tiny)")
-        chosen = cases.from_options(
-            models, kind, batch=batch, schemes=schemes, rates=rates, modes=modes, grads=grads, sampling=sampling,
-            precision=precision, align=align, stages=stages, size=size, default_batch=suites.default_batch,
-        )  # fmt: skip
+        chosen = cases.from_options(models, kind, options, suites.default_batch)
         _check(models)
     cases.check_device(chosen, kind)
     if match_memory and not {"sliceout"} < {c.scheme for c in chosen if c.scheme in ("none", "standard", "sliceout")}:
@@ -122,7 +95,7 @@ def command(
     plan = _Plan(
         console, chosen, files.path_for(out, chosen, where, name or suite),
         files.header(where, shlex.join(["sliceout-lab", *sys.argv[1:]]), revision),
-        task(kind, seconds, tune_first=tune_first), prepare, prefill, limit,
+        task(kind, options.seconds, tune_first=tune_first), prepare, prefill, limit,
     )  # fmt: skip
     if profile:
         _profile(plan)

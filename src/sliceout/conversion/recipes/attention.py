@@ -13,9 +13,8 @@ from itertools import product
 
 from torch import nn
 
-from ...nn.attention_numbers import WidthPower, follow_width_
 from ...nn.base import Sliced
-from ...nn.rotary_values import slice_rotary_values_
+from ...nn.foreign import WidthPower, follow_width_, slice_rotary_values_
 from ...slices import Slice
 from ..groups import Group, Member
 from ..reasons import CONFLICT, Reason, Skip
