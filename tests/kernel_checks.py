@@ -265,12 +265,6 @@ def gathering(monkeypatch):
 
     for kind in ("take", "put"):
         monkeypatch.setattr(multi_tensor, kind, counted(kind))
-    put = multi_tensor.PutPlan.put
-    monkeypatch.setattr(
-        multi_tensor.PutPlan,
-        "put",
-        lambda self, fulls, *rest: (launches.append(("put", len(fulls))), put(self, fulls, *rest))[1],
-    )
     if DEVICE == "cpu":
         monkeypatch.setattr(prefetch, "usable", lambda full: True)
     return launches
@@ -482,11 +476,12 @@ def test_the_default_device_does_not_matter(gathering, monkeypatch):
     model = network("dense", "circular", torch.contiguous_format)
     x = torch.randn(2, 3, 4, 4, dtype=torch.float64, device=DEVICE)
     model(x)
-    monkeypatch.setattr(multi_tensor, "_known", {})
-    monkeypatch.setattr(multi_tensor, "_kept", {})
+    caches = multi_tensor._rows, multi_tensor._owners_on
+    for cache in caches:
+        cache.cache_clear()
     expected = model(x)
-    for cache in ("_known", "_kept"):
-        monkeypatch.setattr(multi_tensor, cache, {})
+    for cache in caches:
+        cache.cache_clear()
     with torch.device("meta"):
         torch.testing.assert_close(model(x), expected)
 
@@ -545,9 +540,9 @@ def test_the_next_pass_uses_the_same_memory_and_the_same_table(gathering, monkey
     before = settled(model, x)
     made = []
     monkeypatch.setattr(
-        multi_tensor,
-        "_launches",
-        lambda p, walk_full, make=multi_tensor._launches: (made.append(walk_full), make(p, walk_full))[1],
+        multi_tensor.Plan,
+        "__init__",
+        lambda *a, walk_full, make=multi_tensor.Plan.__init__: (made.append(walk_full), make(*a, walk_full))[1],
     )
     for _ in range(4):
         agrees_with_taking_apart(model, x, monkeypatch)

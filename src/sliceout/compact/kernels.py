@@ -10,13 +10,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..ops.kernels import entries, find_tile, mapped_entries, pointer_to, run_of, scaled, source, walk
-from ..ops.multi_tensor import Piece, group_pieces
+from ..ops.multi_tensor import Piece, Plan
 
 
 @triton.jit
@@ -148,27 +147,18 @@ def _sgd_tile(
 # -- from the host -----------------------------------------------------------------------------------------------------
 
 
-class UpdatePlan:
-    """Pieces whose slices an optimizer updates, step by step: gradients are new, and counts that live on the host.
-
-    It holds addresses and no tensors: whoever keeps it must know that they are still true.
-    """
+class UpdatePlan(Plan):
+    """Pieces whose slices an optimizer updates, step by step: gradients are new, and counts that live on the host."""
 
     def __init__(self, pieces: list[Piece]) -> None:
-        self.count = len(pieces)
+        super().__init__(pieces, walk_full=False, dtypes=3)
         self.counted = pieces[0].step is not None and not pieces[0].step.is_cuda  # on the host
-        self.groups = [(g, g.addresses(pieces)) for g in group_pieces(pieces, walk_full=False, dtypes=_dtypes)]
-
-    def __len__(self) -> int:
-        return self.count
 
     def refresh(self, smalls: Sequence[Tensor], steps: Sequence[Tensor]) -> None:
         """Take these gradients and counts, in the order of the pieces."""
-        small_at = list(map(Tensor.data_ptr, smalls))
-        for group, columns in self.groups:
-            columns[1] = [small_at[i] for i in group.members]
-            if self.counted:
-                columns[5] = [int(steps[i]) for i in group.members]
+        self.replace(1, map(Tensor.data_ptr, smalls))
+        if self.counted:
+            self.replace(5, map(int, steps))
 
     def run(
         self, kernel: Any, *numbers: float, lr: float | Tensor, found_inf: Tensor | None, grad_scale: Tensor | None,
@@ -179,12 +169,8 @@ class UpdatePlan:
             "LR_LIVES_ON_DEVICE": isinstance(lr, Tensor), "FOUND_INF": found_inf is not None,
             "GRAD_SCALE": grad_scale is not None, "MAXIMIZE": maximize,
         }  # fmt: skip
-        for group, columns in self.groups:
-            group.launch(*columns).run(kernel, lr, found_inf, grad_scale, *numbers, **flags)
-
-
-def _dtypes(piece: Piece) -> tuple[torch.dtype, ...]:
-    return piece.full.dtype, piece.small.dtype, piece.state[0].dtype if piece.state else piece.full.dtype
+        for launch in self.launches():
+            launch.run(kernel, lr, found_inf, grad_scale, *numbers, **flags)
 
 
 def adam(

@@ -20,14 +20,16 @@ import functools
 import importlib.util
 import math
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..slices import Take
 from . import tables, views
-from .gather import Batch, Gather, TakeLayout
+
+if TYPE_CHECKING:
+    from .gather import Batch, TakeLayout
 
 PORTION = 1 << 26
 """Bytes of parameters that are fetched together in data parallel training (torch's own buckets hold 25 MB)."""
@@ -68,7 +70,8 @@ def take(full: Tensor, t: Take, dtype: torch.dtype | None) -> Tensor | None:
     key = id(full), id(rows), id(cols), scale_rows, scale_cols, dtype
     entry = plan.entries.get(key)
     if entry is None or entry.full() is not full:
-        entry = plan.learn(Entry(key, full, t, dtype))
+        entry = plan.entries[key] = Entry(full, t, dtype)
+        plan.stale = True
     entry.used = plan.round
     found = entry.found[tracking]
     if found is not None:
@@ -95,24 +98,15 @@ Found = tuple[Tensor, int, int, int, bool]
 class Entry:
     """A take that has been seen and will be fetched with the others."""
 
-    def __init__(self, key: Key, full: Tensor, t: Take, dtype: torch.dtype | None) -> None:
-        self.key = key
+    def __init__(self, full: Tensor, t: Take, dtype: torch.dtype | None) -> None:
         self.full = weakref.ref(full)
         self.take, self.dtype = t, dtype
-        self.slices = [a.slice for a in t.axes]
         self.alone = not _fits(full, t)
         self.portion = -1  # none yet: it is fetched by itself
         self.used = 0
         self.known = False  # it has been fetched
         self.found: list[Found | None] = [None, None]  # where gradients are not wanted, and where they are
-        self._layout: TakeLayout | None = None
-
-    def layout(self, full: Tensor) -> TakeLayout:
-        """What does not change from step to step; made anew if slices or parameter changed in kind."""
-        layout = self._layout
-        if layout is None or not layout.fits(full, self.slices):
-            layout = self._layout = TakeLayout(full, self.take, self.dtype)
-        return layout
+        self.layout: TakeLayout | None = None  # what does not change from step to step
 
 
 def _fits(full: Tensor, t: Take) -> bool:
@@ -163,11 +157,6 @@ class Plan:
         for entry in self.entries.values():
             entry.found = [None, None]
 
-    def learn(self, entry: Entry) -> Entry:
-        self.entries[entry.key] = entry
-        self.stale = True
-        return entry
-
     def arrange(self) -> None:
         """Put the entries into portions, parameters apart from statistics, which change during a pass."""
         alive = [(key, entry) for key, entry in self.entries.items() if entry.full() is not None]
@@ -194,6 +183,8 @@ class Plan:
 
         The first pass fetches one by one, by the same means: recomputed activations save what they saved before.
         """
+        from .gather import Batch, Gather, TakeLayout  # needs triton: only where it is used
+
         if self.stale and asked.known:
             self.arrange()
         at, portion = asked.portion, [asked]
@@ -214,7 +205,11 @@ class Plan:
         batch = self.kept.pop(at, None)
         if batch is None or not batch.serves(fulls):
             batch = None  # gives its memory back first
-            layouts = [entry.layout(full) for entry, full in zip(entries, fulls, strict=True)]
+            layouts = []
+            for entry, full in zip(entries, fulls, strict=True):
+                if entry.layout is None or not entry.layout.fits(full, entry.take):  # changed in kind
+                    entry.layout = TakeLayout(full, entry.take, entry.dtype)
+                layouts.append(entry.layout)
             batch = Batch([entry.take for entry in entries], layouts, fulls)
         kinds = [tracking and full.requires_grad for full in fulls]
         smalls = Gather.apply(batch, *fulls) if True in kinds else batch.fill()
