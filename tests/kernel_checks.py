@@ -829,14 +829,14 @@ def test_a_step_counts_the_entries_that_its_tables_need_when_it_is_captured(gath
 
     counts = []
     for _ in range(4):
-        with tables.counted(torch.device(DEVICE)) as needed:
+        with tables.into(tables.Arena(None, torch.device(DEVICE))) as needed:
             step()
-        counts.append(needed.entries)
+        counts.append(needed.used)
     assert 0 < counts[-1] == counts[-2]
     assert counts[0] <= 2 * counts[-1], "of a single warm-up"
     assert counts[-1] <= 2 * counts[0]
     step()
-    assert needed.entries == counts[-1], "over is over"
+    assert needed.used == counts[-1], "over is over"
     monkeypatch.setattr(tables, "where", lambda device: (7, True))
     for module, name in ((kernels, "take_kernel"), (kernels, "put_kernel"), (updates, "_sgd_kernel")):
         # which are recorded then, and run when the tables are there

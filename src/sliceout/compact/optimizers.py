@@ -35,14 +35,12 @@ Work = list[tuple[Tensor, SlicedGrad]]
 _set_aside: weakref.WeakKeyDictionary[Optimizer, Work] = weakref.WeakKeyDictionary()
 _prepared: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[list[Any], UpdatePlan | None]]]
 _prepared = weakref.WeakKeyDictionary()
-_hooks: list[Any] = []
 
 
 def observe() -> None:
-    """Step over slices only, in all optimizers from now on. Called when the first compact slice is made."""
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_before_step))
-        _hooks.append(register_optimizer_step_post_hook(_after_step))
+    """Step over slices only, in all optimizers from now on."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
