@@ -542,7 +542,7 @@ def test_the_next_pass_uses_the_same_memory_and_the_same_table(gathering, monkey
     monkeypatch.setattr(
         multi_tensor.Plan,
         "__init__",
-        lambda *a, walk_full, make=multi_tensor.Plan.__init__: (made.append(walk_full), make(*a, walk_full))[1],
+        lambda *a, make=multi_tensor.Plan.__init__, **how: (made.append(how["walk_full"]), make(*a, **how))[1],
     )
     for _ in range(4):
         agrees_with_taking_apart(model, x, monkeypatch)
@@ -794,7 +794,7 @@ def test_a_table_that_is_kept_is_not_changed_by_others(gathering):
         multi_tensor.Piece(f, s, (axis.slice.start, axis.geometry), None) for f, s in zip(fulls, smalls, strict=True)
     )
     assert multi_tensor.layout(one, False) is multi_tensor.layout(other, False), "so the host's table is the same"
-    settled = multi_tensor.TakePlan([one])
+    settled = multi_tensor.Plan([one], walk_full=False, fixed=True)
     multi_tensor.take([other])
     multi_tensor.take(settled)
     assert torch.equal(smalls, fulls[:, :4])

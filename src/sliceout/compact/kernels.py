@@ -160,7 +160,7 @@ class UpdatePlan(Plan):
         if self.counted:
             self.replace(5, map(int, steps))
 
-    def run(
+    def update(
         self, kernel: Any, *numbers: float, lr: float | Tensor, found_inf: Tensor | None, grad_scale: Tensor | None,
         maximize: bool, **flags: bool,
     ) -> None:  # fmt: skip
@@ -169,8 +169,7 @@ class UpdatePlan(Plan):
             "LR_LIVES_ON_DEVICE": isinstance(lr, Tensor), "FOUND_INF": found_inf is not None,
             "GRAD_SCALE": grad_scale is not None, "MAXIMIZE": maximize,
         }  # fmt: skip
-        for launch in self.launches():
-            launch.run(kernel, lr, found_inf, grad_scale, *numbers, **flags)
+        self.run(kernel, lr, found_inf, grad_scale, *numbers, **flags)
 
 
 def adam(
@@ -180,9 +179,9 @@ def adam(
     """Adam over the slices of ``full`` and of ``state``; ``small`` is the gradient, ``step`` has been counted up."""
     less, log2 = [1 - b for b in betas], [math.log2(b) if b else -math.inf for b in betas]
     flags = {"STEP_LIVES_ON_DEVICE": not updates.counted, "DECOUPLED": decoupled, "AMSGRAD": amsgrad}
-    updates.run(_adam_kernel, *less, *log2, weight_decay, eps, **flags, **shared)
+    updates.update(_adam_kernel, *less, *log2, weight_decay, eps, **flags, **shared)
 
 
 def sgd(updates: UpdatePlan, *, momentum: float, weight_decay: float, nesterov: bool, **shared: Any) -> None:
     """SGD over the slices of ``full`` and of ``state``; ``small`` is the gradient."""
-    updates.run(_sgd_kernel, momentum, weight_decay, MOMENTUM=momentum != 0, NESTEROV=nesterov, **shared)
+    updates.update(_sgd_kernel, momentum, weight_decay, MOMENTUM=momentum != 0, NESTEROV=nesterov, **shared)

@@ -134,8 +134,6 @@ def in_place(rows: Axis | ConcatAxis, full: Tensor) -> TypeGuard[Axis]:
 
 def store_(fulls: Sequence[Tensor], smalls: Sequence[Tensor], rows: Axis | ConcatAxis) -> None:
     """Write each of ``smalls`` over the kept entries of its vector in ``fulls``, which get no gradient."""
-    if not torch.compiler.is_compiling() and all(s._base is f for s, f in zip(smalls, fulls, strict=True)):
-        return  # views: what was written to them is in place
     if isinstance(rows, ConcatAxis):
         sizes, widths = ([getattr(axis, what) for axis in rows.sections] for what in ("size", "width"))
         sections = zip(*(f.split(sizes) for f in fulls)), zip(*(s.split(widths) for s in smalls))  # noqa: B905

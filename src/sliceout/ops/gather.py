@@ -24,8 +24,7 @@ class TakeLayout:
 
     def __init__(self, full: Tensor, t: Take, dtype: torch.dtype | None) -> None:
         axes = t.simple_axes
-        self.starts = [a.slice.start for a in t.axes]
-        self.widths = [a.slice.width for a in t.axes]
+        self.cuts = [(a.slice.start, a.slice.width) for a in t.axes]
         self.spec, self.strides = TensorSpec.of(full), full.stride()
         self.dtype = dtype or full.dtype
         self.row_geometry, self.col_geometry = ([] if a is None else a.geometry for a in axes)
@@ -36,11 +35,10 @@ class TakeLayout:
         self.table_rows: dict[bool, tuple[int, ...]] = {}  # by whether the full tensor is walked
 
     def fits(self, full: Tensor, t: Take) -> bool:
-        for a, start, width in zip(t.axes, self.starts, self.widths, strict=True):
-            if a.slice.start is not start or a.slice.width != width:
-                return False
+        every = zip(t.axes, self.cuts, strict=True)
+        same_cuts = all(a.slice.start is start and a.slice.width == width for a, (start, width) in every)
         shape, _, dtype = self.spec
-        return full.stride() == self.strides and full.dtype is dtype and full.shape == shape
+        return same_cuts and full.stride() == self.strides and full.dtype is dtype and full.shape == shape
 
     def piece(self, full: Tensor, small: Tensor, walk_full: bool) -> multi_tensor.Piece:
         piece = multi_tensor.Piece(full, small, self.rows, self.cols, *self.factors)
@@ -70,7 +68,7 @@ class Batch:
                 small = empty_small(full, form.row_geometry, form.col_geometry, form.dtype)
                 source = full if form.readable else full.detach().contiguous(memory_format=memory_format(full))
                 pieces.append(form.piece(source, small, walk_full=False))
-        self.plan = multi_tensor.TakePlan(pieces)
+        self.plan = multi_tensor.Plan(pieces, walk_full=False, fixed=True)
         self.memory = [piece.small for piece in pieces]
         self.copies = [piece.full for piece, form in zip(pieces, layouts, strict=True) if not form.readable]
         self.layout = BatchLayout(takes, layouts, [t.stride() for t in self.memory])

@@ -1,7 +1,7 @@
 """Many parameters in one launch: the tables that the kernels over many tensors read (``kernels``).
 
 A :class:`Piece` is a full tensor, its slice, and the small tensor that goes with it. Each becomes one row of a table in
-device memory. What stays the same from step to step is made once: :class:`TakePlan` and :class:`Plan`.
+device memory. What stays the same from step to step is made once: a :class:`Plan`.
 """
 
 from __future__ import annotations
@@ -169,25 +169,8 @@ def _owners_on(device: torch.device | str, tiles: tuple[int, ...]) -> Tensor:
 
 
 @dataclass
-class Launch:
-    """Pieces of the same dtypes, on the device."""
-
-    table: Tensor
-    owners: Tensor
-    tiles: int
-    kinds: tuple[torch.dtype, ...]
-
-    def run(self, kernel: Any, *args: Any, **flags: Any) -> None:
-        with torch.cuda.device_of(self.table):
-            kernel[(self.tiles,)](
-                self.table, self.owners, *args,
-                *(_DTYPES[d] for d in self.kinds), torch.float64 in self.kinds, FIELDS, kernels.VECTOR, BLOCK, **flags,
-            )  # fmt: skip
-
-
-@dataclass
 class Group:
-    """Pieces of the same dtypes, on the host; ``members`` are their numbers among all."""
+    """Pieces of the same dtypes; ``members`` are their numbers among all."""
 
     kinds: tuple[torch.dtype, ...]
     members: list[int]
@@ -195,19 +178,25 @@ class Group:
     columns: list[Sequence[int]]
     """The addresses of the pieces."""
     device: torch.device
+    sent: tuple[Tensor, Tensor] | None = None
+    """The table and the owners of its tiles on the device, if they stay as they are."""
 
-    def launch(self) -> Launch:
-        table = tables.make(self.rows.filled(self.columns), self.device)
-        return Launch(table, _owners(self.rows.tiles, self.device), self.rows.total, self.kinds)
+    def send(self) -> tuple[Tensor, Tensor]:
+        return tables.make(self.rows.filled(self.columns), self.device), _owners(self.rows.tiles, self.device)
 
 
 class Plan:
-    """Pieces of which some tensors are new at every launch, but always of the same kind: only addresses are sent.
+    """Pieces that are launched together, step by step.
 
-    It holds addresses and no tensors: whoever keeps it must know that those he does not change are still true.
+    It holds addresses and no tensors: whoever keeps it must know that they are still true, or :meth:`replace` them.
+
+    Args:
+        walk_full: whether the kernel walks the full tensors, or the small ones.
+        dtypes: how many of a piece's dtypes the kernel wants to know.
+        fixed: nothing will be replaced: the tables are sent now, and once.
     """
 
-    def __init__(self, pieces: list[Piece], walk_full: bool, dtypes: int = 2) -> None:
+    def __init__(self, pieces: list[Piece], walk_full: bool, dtypes: int = 2, fixed: bool = False) -> None:
         self.count, self.groups = len(pieces), list[Group]()
         alike: dict[tuple[torch.dtype, ...], list[int]] = {}
         for i, piece in enumerate(pieces):
@@ -215,9 +204,12 @@ class Plan:
         for kinds, members in alike.items():
             chosen = [pieces[i] for i in members]
             rows = _rows(tuple([p.layout or layout(p, walk_full) for p in chosen]))
+            columns: list[Sequence[int]] = list(zip(*(p.addresses for p in chosen), strict=True))
             if rows.total:
-                columns: list[Sequence[int]] = list(zip(*(p.addresses for p in chosen), strict=True))
                 self.groups.append(Group(kinds, members, rows, columns, chosen[0].full.device))
+        if fixed:
+            for group in self.groups:
+                group.sent = group.send()
 
     def __len__(self) -> int:
         return self.count
@@ -228,30 +220,27 @@ class Plan:
         for group in self.groups:
             group.columns[column] = [numbers[i] for i in group.members]
 
-    def launches(self) -> list[Launch]:
-        return [group.launch() for group in self.groups]
+    def run(self, kernel: Any, *args: Any, **flags: Any) -> None:
+        """One launch for each group."""
+        for group in self.groups:
+            table, owners = group.sent or group.send()
+            with torch.cuda.device_of(table):
+                kernel[(group.rows.total,)](
+                    table, owners, *args, *(_DTYPES[d] for d in group.kinds), torch.float64 in group.kinds,
+                    FIELDS, kernels.VECTOR, BLOCK, **flags,
+                )  # fmt: skip
 
 
-class TakePlan:
-    """Pieces that stay where they are: their tables are made once, and :func:`take` only launches."""
-
-    def __init__(self, pieces: list[Piece]) -> None:
-        self.launches, self.count = Plan(pieces, walk_full=False).launches(), len(pieces)
-
-    def __len__(self) -> int:
-        return self.count
-
-
-def take(pieces: list[Piece] | TakePlan) -> None:
+def take(pieces: list[Piece] | Plan) -> None:
     """Fill ``small`` of every piece from ``full``."""
-    for launch in (pieces if isinstance(pieces, TakePlan) else TakePlan(pieces)).launches:
-        launch.run(kernels.take_kernel)
+    plan = pieces if isinstance(pieces, Plan) else Plan(pieces, walk_full=False)
+    plan.run(kernels.take_kernel)
 
 
 def put(pieces: list[Piece] | Plan) -> None:
     """Fill ``full`` of every piece (uninitialised memory) with ``small`` in its place and zeros elsewhere.
 
-    Of a plan nothing is checked.
+    In a plan the small tensors must have the memory format of the full ones.
     """
     if isinstance(pieces, Plan):
         plan = pieces
@@ -259,5 +248,4 @@ def put(pieces: list[Piece] | Plan) -> None:
         for p in pieces:
             p.small = p.small.contiguous(memory_format=memory_format(p.full))
         plan = Plan(pieces, walk_full=True)
-    for launch in plan.launches():
-        launch.run(kernels.put_kernel)
+    plan.run(kernels.put_kernel)

@@ -159,15 +159,15 @@ class Plan:
 
     def arrange(self) -> None:
         """Put the entries into portions, parameters apart from statistics, which change during a pass."""
-        alive = [(key, entry) for key, entry in self.entries.items() if entry.full() is not None]
-        self.entries = {key: entry for key, entry in alive if entry.used > self.round - FORGET}
-        together = [entry for entry in self.entries.values() if not entry.alone]
+        since = self.round - FORGET
+        self.entries = {k: e for k, e in self.entries.items() if e.used > since and e.full() is not None}
         limit = PORTION if torch.distributed.is_available() and torch.distributed.is_initialized() else math.inf
         self.portions, self.kept = [], {}
         open_portion: dict[Any, tuple[int, float]] = {}
-        for entry in together:
+        for entry in self.entries.values():
             full = entry.full()
-            assert full is not None
+            if full is None or entry.alone:
+                continue
             kind = full.requires_grad, full.device
             at, room = open_portion.get(kind, (-1, 0.0))
             if room < full.nbytes:
@@ -187,11 +187,8 @@ class Plan:
 
         if self.stale and asked.known:
             self.arrange()
-        at, portion = asked.portion, [asked]
-        if wanted._backward_hooks:  # which must not run for a pass that does not use it: see Gather.backward
-            at = -1
-        if at >= 0:
-            portion = self.portions[at]
+        at = -1 if wanted._backward_hooks else asked.portion  # hooks must not run for a pass that does not use it
+        portion = [asked] if at < 0 else self.portions[at]
         tracking = _tracking()
         self.untracked |= not tracking
         for entry in portion:
