@@ -829,7 +829,7 @@ def test_a_step_counts_the_entries_that_its_tables_need_when_it_is_captured(gath
 
     counts = []
     for _ in range(4):
-        with tables.into(tables.Arena(None, torch.device(DEVICE))) as needed:
+        with tables.into(tables.Arena(None, x.device)) as needed:
             step()
         counts.append(needed.used)
     assert 0 < counts[-1] == counts[-2]
@@ -841,7 +841,7 @@ def test_a_step_counts_the_entries_that_its_tables_need_when_it_is_captured(gath
     for module, name in ((kernels, "take_kernel"), (kernels, "put_kernel"), (updates, "_sgd_kernel")):
         # which are recorded then, and run when the tables are there
         monkeypatch.setattr(module, name, collections.defaultdict(lambda: lambda *args, **flags: None))
-    arena = tables.Arena(counts[-1], torch.device(DEVICE))
+    arena = tables.Arena(counts[-1], x.device)
     with tables.into(arena):
         step()
     assert arena.used == counts[-1]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from . import inductor, reference, views
-from .placement import Place, Placement, TensorSpec, empty_small, format_of, is_channels_last, memory_format
+from .placement import Place, Placement, TensorSpec, dense, empty_small, is_channels_last
 
 _library = torch.library.Library("sliceout", "DEF")
 _SLICE = "Tensor? row_start, Tensor? col_start, int[] rows, int[] cols, Tensor? row_scale, Tensor? col_scale"
@@ -59,7 +59,7 @@ def _take(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype, l
     at = _placement(row_start, col_start, rows, cols, row_scale, col_scale) if full.is_cpu else None
     if at is None:
         small = reference.take(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype)
-        return small.contiguous(memory_format=memory_format(full))
+        return dense(small, is_channels_last(full))
     small = views.take_copy(full, at)  # an op must not return its input's memory
     return (small if at.uniform else at.scaled(small)).to(dtype or full.dtype)
 
@@ -68,7 +68,7 @@ def _put(small, row_start, col_start, rows, cols, row_scale, col_scale, shape, c
     at = _placement(row_start, col_start, rows, cols, row_scale, col_scale) if small.is_cpu else None
     if at is None:
         full = reference.put(small, row_start, col_start, rows, cols, row_scale, col_scale, dtype)
-        return full.contiguous(memory_format=format_of(len(shape), channels_last))
+        return dense(full, channels_last)
     return views.Put.forward(small, TensorSpec(tuple(shape), channels_last, dtype), at)
 
 

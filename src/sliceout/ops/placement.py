@@ -60,6 +60,12 @@ def strides_of(shape: tuple[int, ...], channels_last: bool) -> tuple[int, ...]:
     return TensorSpec(shape, channels_last, torch.float32).empty(torch.device("meta")).stride()
 
 
+def dense(t: Tensor, channels_last: bool) -> Tensor:
+    """``t`` without gaps and with the strides of the format, also where ``contiguous`` sees no difference."""
+    t = t.contiguous(memory_format=format_of(t.dim(), channels_last))
+    return t.as_strided(t.shape, strides_of(tuple(t.shape), channels_last))
+
+
 def small_shape(shape: Sequence[Any], rows: list[int], cols: list[int]) -> list[Any]:
     """The shape of what ``take`` makes of a tensor of this ``shape``."""
     out = list(shape)

@@ -57,13 +57,15 @@ def take(full: Tensor, t: Take, dtype: torch.dtype | None) -> Tensor | None:
     owner = (cols if rows is None else rows).slice.owner  # type: ignore[union-attr]
     if owner is None:  # a slice that no layer has is drawn by nobody: its starts may be set by hand
         return None
-    plan: Plan | None = owner.caches.get("prefetch")
+    plan = owner.caches.get("prefetch") or plan_of(owner)
     if where[1] and not tables.possible(full.device):
-        if plan is not None:
-            plan.release()  # what waits holds nodes of an earlier pass, and those wait for its stream, not the captured
+        plan.release()  # what waits holds nodes of an earlier pass, and those wait for its stream, not the captured
+        if t.compact and full.requires_grad and full.is_leaf and _tracking():
+            raise RuntimeError(
+                "this step cannot be captured with compact gradients: its slices would be frozen. "
+                "Use sliceout.capture, or grads='dense'"
+            )
         return None
-    if plan is None:
-        plan = plan_of(owner)
     if owner.stamp != plan.stamp or where != plan.where:
         plan.begin(owner.stamp, where)
     tracking = _tracking()
