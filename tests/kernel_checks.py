@@ -254,6 +254,10 @@ def test_an_overflow_leaves_everything_alone_and_a_scale_is_divided_out():
 # -- all slices of a step in one launch --------------------------------------------------------------------------------
 
 
+def number(pieces: list[multi_tensor.Piece] | multi_tensor.Plan) -> int:
+    return len(pieces) if isinstance(pieces, list) else sum(len(group.members) for group in pieces.groups)
+
+
 @pytest.fixture
 def gathering(monkeypatch):
     """Fetch slices together on the CPU as well, through the interpreter; counts the launches."""
@@ -261,7 +265,7 @@ def gathering(monkeypatch):
 
     def counted(kind):
         launch = getattr(multi_tensor, kind)
-        return lambda pieces: (launches.append((kind, len(pieces))), launch(pieces))[1]
+        return lambda pieces: (launches.append((kind, number(pieces))), launch(pieces))[1]
 
     for kind in ("take", "put"):
         monkeypatch.setattr(multi_tensor, kind, counted(kind))
@@ -868,7 +872,7 @@ def fused(monkeypatch):
 
     def counted(kind):
         launch = getattr(updates, kind)
-        return lambda pieces, **settings: (launches.append(len(pieces)), launch(pieces, **settings))[1]
+        return lambda pieces, **settings: (launches.append(number(pieces)), launch(pieces, **settings))[1]
 
     for kind in ("sgd", "adam"):
         monkeypatch.setattr(updates, kind, counted(kind))
@@ -994,10 +998,10 @@ def test_whatever_changes_is_noticed(change):
         model(torch.randn(4, 3, 4, 4, device=DEVICE)).sum().backward()
     p = model[0].weight
     work = [(p, p.grad)]
-    before = [optim._Slices(optimizer, work, ["momentum_buffer"]).updates() for _ in range(2)]
+    before = [updates.Slices(optimizer, work, ["momentum_buffer"]).updates() for _ in range(2)]
     assert before[0] is before[1] is not None
     change(p, p.grad, optimizer.state[p])
-    after = optim._Slices(optimizer, work, ["momentum_buffer"]).updates()
+    after = updates.Slices(optimizer, work, ["momentum_buffer"]).updates()
     assert (after is before[0]) == (change is nothing)
 
 

@@ -56,8 +56,9 @@ class Launches:
                 monkeypatch.setattr(module, kind, self.counted(kind, getattr(module, kind)))
 
     def counted(self, kind: str, launch: Callable[..., None]) -> Callable[..., None]:
-        def run(pieces: list[Any], **settings: Any) -> None:
-            self.seen.setdefault(kind, []).append(len(pieces))
+        def run(pieces: list[Any] | multi_tensor.Plan, **settings: Any) -> None:
+            number = len(pieces) if isinstance(pieces, list) else sum(len(g.members) for g in pieces.groups)
+            self.seen.setdefault(kind, []).append(number)
             launch(pieces, **settings)
 
         return run

@@ -124,6 +124,10 @@ class SlicedGrad(Tensor):
         return _on_full(func, args, kwargs or {}) if out is NotImplemented else out
 
 
+Work = list[tuple[Tensor, SlicedGrad]]
+"""Parameters and their gradients, which an optimizer is to step over."""
+
+
 def same_place(a: SlicedGrad, b: SlicedGrad) -> bool:
     """Whether both hold the same entries of the same parameter shape."""
     return a.full is None and b.full is None and a.shape == b.shape and a.at.lies_at(b.at)

@@ -97,8 +97,7 @@ def _put_fake(small, row_start, col_start, rows, cols, row_scale, col_scale, sha
 
 
 def _register(name: str, kernel: Callable[..., Any], fake: Callable[..., Any] = lambda *args: None) -> None:
-    """Say what an op computes, and what it makes of fake tensors. Every tracer asks for that, Inductor too: it is told
-    the rest then."""
+    """Say what an op computes, and what it makes of fake tensors. Inductor asks for that, and is told the rest then."""
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         inductor.register_lowerings()

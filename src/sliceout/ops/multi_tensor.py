@@ -112,8 +112,7 @@ def _layout(
 
 
 def _run(side: tuple[int, ...] | None, whole: int, behind: int, device: torch.device) -> tuple[int, int, int, int]:
-    """The address of the start, the entries of a block, those that are kept of it, and those of a unit, if there are
-    ``behind`` at each place."""
+    """The address of the start; the entries of a block, of its kept part and of a unit, ``behind`` at each place."""
     if side is None:
         return _zero(device).data_ptr(), whole, whole, 1
     start, size, width, _, inner = side
@@ -139,8 +138,7 @@ class _Rows:
         self.tensor = torch.frombuffer(self.numbers, dtype=torch.int64)
 
     def filled(self, columns: Iterable[Sequence[int]]) -> Tensor:
-        """The table with these addresses: of the full tensors, of the small ones, and so on; the next call overwrites
-        it."""
+        """The table with these addresses, from the first column on; the next call overwrites it."""
         for column, values in enumerate(columns):
             self.numbers[column::FIELDS] = array("q", values)
         return self.tensor
@@ -197,7 +195,7 @@ class Plan:
     """
 
     def __init__(self, pieces: list[Piece], walk_full: bool, dtypes: int = 2, fixed: bool = False) -> None:
-        self.count, self.groups = len(pieces), list[Group]()
+        self.groups: list[Group] = []
         alike: dict[tuple[torch.dtype, ...], list[int]] = {}
         for i, piece in enumerate(pieces):
             alike.setdefault(piece.dtypes[:dtypes], []).append(i)
@@ -210,9 +208,6 @@ class Plan:
         if fixed:
             for group in self.groups:
                 group.sent = group.send()
-
-    def __len__(self) -> int:
-        return self.count
 
     def replace(self, column: int, numbers: Iterable[int]) -> None:
         """Put these numbers, in the order of the pieces, into a column of the table."""

@@ -107,10 +107,6 @@ class Place(NamedTuple):
     axis: Axis | None = None
     """``None`` if the model is gone."""
 
-    @classmethod
-    def now(cls, axis: Axis | None) -> Place | None:
-        return None if axis is None else cls(axis.slice.start_on_host, axis.geometry, axis)
-
     def start_on(self, device: torch.device) -> Tensor:
         """The start in device memory: the slice's own as long as it has not moved on, so that graphs can read it."""
         if self.axis is not None:
@@ -132,8 +128,8 @@ class Placement(NamedTuple):
     @classmethod
     def now(cls, t: Take) -> Placement:
         """Of a simple take."""
-        rows, cols = t.simple_axes
-        return cls(Place.now(rows), Place.now(cols), *t.factors)
+        rows, cols = (None if a is None else Place(a.slice.start_on_host, a.geometry, a) for a in t.simple_axes)
+        return cls(rows, cols, *t.factors)
 
     @property
     def geometries(self) -> tuple[list[int], list[int]]:

@@ -9,7 +9,7 @@ dimensions the runs make rectangles, so everything here is ``narrow`` and ``copy
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,9 +50,6 @@ class Take(Function):
             return at.scaled(take(full, at)).to(dtype)
         if at.gain == 1 and dtype == full.dtype:
             return take(full, at)
-        if is_one_rectangle(at):
-            view = take(full, at)
-            return _scaled_into(torch.empty_like(view, dtype=dtype), view, at.gain)
         small = empty_small(full, *at.geometries, dtype)
         for source, target in rectangles(full, small, at):
             _scaled_into(target, source, at.gain)
@@ -186,12 +183,6 @@ def rectangles(full: Tensor, small: Tensor, at: Placement) -> Iterator[tuple[Ten
 
 
 # -- vectors that are written to ---------------------------------------------------------------------------------------
-
-
-def store_(fulls: Sequence[Tensor], smalls: Sequence[Tensor], rows: Place) -> None:
-    """Write each of ``smalls`` over the kept entries of its vector in ``fulls``: one launch on a GPU."""
-    both = [r for full, small in zip(fulls, smalls, strict=True) for r in rectangles(full, small, Placement(rows))]
-    torch._foreach_copy_([full for full, _ in both], [small for _, small in both])
 
 
 class InPlace:
