@@ -117,7 +117,8 @@ def _scaled_into(target: Tensor, source: Tensor, gain: float) -> Tensor:
 
 def take(full: Tensor, at: Placement) -> Tensor:
     """The kept part of ``full``, sharing its memory if it is one rectangle of it, and readable there."""
-    if is_one_rectangle(at) and (full.dim() > 1 or readable(full, runs(at.rows)[0][0])):
+    one_rectangle = all(len(runs(p)) == 1 and _blocks(p) == 1 for p in at[:2])
+    if one_rectangle and (full.dim() > 1 or readable(full, runs(at.rows)[0][0])):
         view = full
         for dim, place in enumerate(at[:2]):
             if place is not None:
@@ -152,11 +153,6 @@ def readable(vector: Tensor, offset: int) -> bool:
     be asked about: products look at their addresses themselves.
     """
     return not vector.is_cuda or offset * vector.element_size() % 16 == 0
-
-
-def is_one_rectangle(at: Placement) -> bool:
-    """Whether the kept entries are a rectangle of the full tensor, so that a view can show them."""
-    return all(len(runs(p)) == 1 and _blocks(p) == 1 for p in at[:2])
 
 
 def _blocks(place: Place | None) -> int:
