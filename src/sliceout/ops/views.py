@@ -48,12 +48,8 @@ class Take(Function):
     def forward(full: Tensor, at: Placement, dtype: torch.dtype, compact: bool) -> Tensor:
         if not at.uniform:
             return at.scaled(take(full, at)).to(dtype)
-        if at.gain == 1 and dtype == full.dtype:
-            return take(full, at)
-        small = empty_small(full, *at.geometries, dtype)
-        for source, target in rectangles(full, small, at):
-            _scaled_into(target, source, at.gain)
-        return small
+        plain = at.gain == 1 and dtype == full.dtype
+        return take(full, at) if plain else take_copy(full, at, dtype, at.gain)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -103,13 +99,14 @@ class Put(Function):
         return full, full.dim() - 1
 
 
-def _scaled_into(target: Tensor, source: Tensor, gain: float) -> Tensor:
+def _scaled_into(target: Tensor, source: Tensor, gain: float) -> None:
     """``target = source * gain``, rounded once."""
     if gain == 1:
-        return target.copy_(source)
-    if torch.promote_types(source.dtype, target.dtype) == source.dtype:
-        return torch.mul(source, gain, out=target)
-    return target.copy_(source).mul_(gain)
+        target.copy_(source)
+    elif torch.promote_types(source.dtype, target.dtype) == source.dtype:
+        torch.mul(source, gain, out=target)
+    else:
+        target.copy_(source).mul_(gain)
 
 
 # -- runs and rectangles -----------------------------------------------------------------------------------------------
@@ -128,11 +125,11 @@ def take(full: Tensor, at: Placement) -> Tensor:
     return take_copy(full, at)
 
 
-def take_copy(full: Tensor, at: Placement) -> Tensor:
-    """:func:`take` into memory of its own."""
-    small = empty_small(full, *at.geometries)
+def take_copy(full: Tensor, at: Placement, dtype: torch.dtype | None = None, gain: float = 1.0) -> Tensor:
+    """:func:`take` into memory of its own, times ``gain``."""
+    small = empty_small(full, *at.geometries, dtype)
     for source, target in rectangles(full, small, at):
-        target.copy_(source)
+        _scaled_into(target, source, gain)
     return small
 
 
