@@ -254,7 +254,7 @@ def test_an_overflow_leaves_everything_alone_and_a_scale_is_divided_out():
 # -- all slices of a step in one launch --------------------------------------------------------------------------------
 
 
-def number(pieces: list[multi_tensor.Piece] | multi_tensor.Plan) -> int:
+def number(pieces: list[multi_tensor.Piece] | multi_tensor.LaunchPlan) -> int:
     return len(pieces) if isinstance(pieces, list) else sum(len(group.members) for group in pieces.groups)
 
 
@@ -544,9 +544,9 @@ def test_the_next_pass_uses_the_same_memory_and_the_same_table(gathering, monkey
     before = settled(model, x)
     made = []
     monkeypatch.setattr(
-        multi_tensor.Plan,
+        multi_tensor.LaunchPlan,
         "__init__",
-        lambda *a, make=multi_tensor.Plan.__init__, **how: (made.append(how["walk_full"]), make(*a, **how))[1],
+        lambda *a, make=multi_tensor.LaunchPlan.__init__, **how: (made.append(how["walk_full"]), make(*a, **how))[1],
     )
     for _ in range(4):
         agrees_with_taking_apart(model, x, monkeypatch)
@@ -798,7 +798,7 @@ def test_a_table_that_is_kept_is_not_changed_by_others(gathering):
         multi_tensor.Piece(f, s, (axis.slice.start, axis.geometry), None) for f, s in zip(fulls, smalls, strict=True)
     )
     assert multi_tensor.layout(one, False) is multi_tensor.layout(other, False), "so the host's table is the same"
-    settled = multi_tensor.Plan([one], walk_full=False, fixed=True)
+    settled = multi_tensor.LaunchPlan([one], walk_full=False, fixed=True)
     multi_tensor.take([other])
     multi_tensor.take(settled)
     assert torch.equal(smalls, fulls[:, :4])

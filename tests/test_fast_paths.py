@@ -56,7 +56,7 @@ class Launches:
                 monkeypatch.setattr(module, kind, self.counted(kind, getattr(module, kind)))
 
     def counted(self, kind: str, launch: Callable[..., None]) -> Callable[..., None]:
-        def run(pieces: list[Any] | multi_tensor.Plan, **settings: Any) -> None:
+        def run(pieces: list[Any] | multi_tensor.LaunchPlan, **settings: Any) -> None:
             number = len(pieces) if isinstance(pieces, list) else sum(len(g.members) for g in pieces.groups)
             self.seen.setdefault(kind, []).append(number)
             launch(pieces, **settings)

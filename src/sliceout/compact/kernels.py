@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..ops.kernels import entries, find_tile, mapped_entries, pointer_to, run_of, scaled, source, walk
-from ..ops.multi_tensor import Piece, Plan, supports
+from ..ops.multi_tensor import LaunchPlan, Piece, supports
 from ..ops.placement import Place, address_key, is_channels_last, layout_key, memory_format
 from .gradient import Work
 
@@ -151,7 +151,7 @@ def _sgd_tile(
 # -- from the host -----------------------------------------------------------------------------------------------------
 
 
-class UpdatePlan(Plan):
+class UpdatePlan(LaunchPlan):
     """Pieces whose slices an optimizer updates, step by step: gradients are new, and counts that live on the host."""
 
     def __init__(self, pieces: list[Piece]) -> None:

@@ -68,7 +68,7 @@ class Batch:
                 small = empty_small(full, form.row_geometry, form.col_geometry, form.dtype)
                 source = full if form.readable else full.detach().contiguous(memory_format=memory_format(full))
                 pieces.append(form.piece(source, small, walk_full=False))
-        self.plan = multi_tensor.Plan(pieces, walk_full=False, fixed=True)
+        self.plan = multi_tensor.LaunchPlan(pieces, walk_full=False, fixed=True)
         self.memory = [piece.small for piece in pieces]
         self.copies = [piece.full for piece, form in zip(pieces, layouts, strict=True) if not form.readable]
         self.layout = BatchLayout(takes, layouts, [t.stride() for t in self.memory])
@@ -103,7 +103,7 @@ class BatchLayout:
         self.sides = [[None if a is None else axes.index(a) for a in t.simple_axes] for t in takes]
         self.entries, self.small_strides = layouts, small_strides
         self.dense = not any(form.compact for form in layouts)
-        self.puts: multi_tensor.Plan | None = None  # once it is known how gradients come
+        self.puts: multi_tensor.LaunchPlan | None = None  # once it is known how gradients come
 
     def starts(self) -> list[int | None]:
         """Where the slices lie now; ``None`` if the model is gone."""
@@ -120,7 +120,8 @@ class BatchLayout:
         fulls = [form.spec.empty(grads[0].device) for form in self.entries]
         if self.puts is None:
             every = zip(self.entries, fulls, grads, strict=True)
-            self.puts = multi_tensor.Plan([f.piece(full, g, walk_full=True) for f, full, g in every], walk_full=True)
+            pieces = [form.piece(full, grad, walk_full=True) for form, full, grad in every]
+            self.puts = multi_tensor.LaunchPlan(pieces, walk_full=True)
         for column, tensors in enumerate((fulls, grads)):
             self.puts.replace(column, map(Tensor.data_ptr, tensors))
         multi_tensor.put(self.puts)

@@ -1,7 +1,7 @@
 """Many parameters in one launch: the tables that the kernels over many tensors read (``kernels``).
 
 A :class:`Piece` is a full tensor, its slice, and the small tensor that goes with it. Each becomes one row of a table in
-device memory. What stays the same from step to step is made once: a :class:`Plan`.
+device memory. What stays the same from step to step is made once: a :class:`LaunchPlan`.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Group:
         return tables.make(self.rows.filled(self.columns), self.device), _owners(self.rows.tiles, self.device)
 
 
-class Plan:
+class LaunchPlan:
     """Pieces that are launched together, step by step.
 
     It holds addresses and no tensors: whoever keeps it must know that they are still true, or :meth:`replace` them.
@@ -226,21 +226,21 @@ class Plan:
                 )  # fmt: skip
 
 
-def take(pieces: list[Piece] | Plan) -> None:
+def take(pieces: list[Piece] | LaunchPlan) -> None:
     """Fill ``small`` of every piece from ``full``."""
-    plan = pieces if isinstance(pieces, Plan) else Plan(pieces, walk_full=False)
+    plan = pieces if isinstance(pieces, LaunchPlan) else LaunchPlan(pieces, walk_full=False)
     plan.run(kernels.take_kernel)
 
 
-def put(pieces: list[Piece] | Plan) -> None:
+def put(pieces: list[Piece] | LaunchPlan) -> None:
     """Fill ``full`` of every piece (uninitialised memory) with ``small`` in its place and zeros elsewhere.
 
     In a plan the small tensors must have the memory format of the full ones.
     """
-    if isinstance(pieces, Plan):
+    if isinstance(pieces, LaunchPlan):
         plan = pieces
     else:
         for p in pieces:
             p.small = p.small.contiguous(memory_format=memory_format(p.full))
-        plan = Plan(pieces, walk_full=True)
+        plan = LaunchPlan(pieces, walk_full=True)
     plan.run(kernels.put_kernel)
