@@ -1012,6 +1012,30 @@ def test_scaled_gradients(fused, monkeypatch, name, scaler):
     assert len(fused) == (2 if scaler == "overflow" else 3)
 
 
+def test_copies_of_gradients_live_until_they_are_read(fused, monkeypatch):
+    """The kernel knows their addresses only: memory that is given back before is written to by the next table."""
+    model = two_layers()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    model(torch.randn(4, 3, 4, 4, device=DEVICE)).sum().backward()
+    grad = model[0].weight.grad
+    grad.small = grad.small.to(memory_format=torch.channels_last)  # unlike its parameter
+    laid_out, update, alive = updates.Slices.smalls, updates.sgd, []
+
+    def smalls(self):
+        made = laid_out(self)
+        alive[:] = [weakref.ref(t) for t in made]
+        return made
+
+    def checked(plan, **settings):
+        assert all(t() is not None for t in alive)
+        update(plan, **settings)
+
+    monkeypatch.setattr(updates.Slices, "smalls", smalls)
+    monkeypatch.setattr(updates, "sgd", checked)
+    optimizer.step()
+    assert len(alive) == 3
+
+
 def test_counts_that_are_not_float32_are_left_to_torch(fused, monkeypatch):
     def prepare(model, optimizer):
         for s in optimizer.state.values():
