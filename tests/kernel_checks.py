@@ -254,6 +254,10 @@ def test_an_overflow_leaves_everything_alone_and_a_scale_is_divided_out():
 # -- all slices of a step in one launch --------------------------------------------------------------------------------
 
 
+def number(pieces: list[multi_tensor.Piece] | multi_tensor.LaunchPlan) -> int:
+    return len(pieces) if isinstance(pieces, list) else sum(len(group.members) for group in pieces.groups)
+
+
 @pytest.fixture
 def gathering(monkeypatch):
     """Fetch slices together on the CPU as well, through the interpreter; counts the launches."""
@@ -261,16 +265,10 @@ def gathering(monkeypatch):
 
     def counted(kind):
         launch = getattr(multi_tensor, kind)
-        return lambda pieces: (launches.append((kind, len(pieces))), launch(pieces))[1]
+        return lambda pieces: (launches.append((kind, number(pieces))), launch(pieces))[1]
 
     for kind in ("take", "put"):
         monkeypatch.setattr(multi_tensor, kind, counted(kind))
-    put = multi_tensor.PutPlan.put
-    monkeypatch.setattr(
-        multi_tensor.PutPlan,
-        "put",
-        lambda self, fulls, *rest: (launches.append(("put", len(fulls))), put(self, fulls, *rest))[1],
-    )
     if DEVICE == "cpu":
         monkeypatch.setattr(prefetch, "usable", lambda full: True)
     return launches
@@ -482,11 +480,12 @@ def test_the_default_device_does_not_matter(gathering, monkeypatch):
     model = network("dense", "circular", torch.contiguous_format)
     x = torch.randn(2, 3, 4, 4, dtype=torch.float64, device=DEVICE)
     model(x)
-    monkeypatch.setattr(multi_tensor, "_known", {})
-    monkeypatch.setattr(multi_tensor, "_kept", {})
+    caches = multi_tensor._rows, multi_tensor._owners_on
+    for cache in caches:
+        cache.cache_clear()
     expected = model(x)
-    for cache in ("_known", "_kept"):
-        monkeypatch.setattr(multi_tensor, cache, {})
+    for cache in caches:
+        cache.cache_clear()
     with torch.device("meta"):
         torch.testing.assert_close(model(x), expected)
 
@@ -545,9 +544,9 @@ def test_the_next_pass_uses_the_same_memory_and_the_same_table(gathering, monkey
     before = settled(model, x)
     made = []
     monkeypatch.setattr(
-        multi_tensor,
-        "_launches",
-        lambda p, walk_full, make=multi_tensor._launches: (made.append(walk_full), make(p, walk_full))[1],
+        multi_tensor.LaunchPlan,
+        "__init__",
+        lambda *a, make=multi_tensor.LaunchPlan.__init__, **how: (made.append(how["walk_full"]), make(*a, **how))[1],
     )
     for _ in range(4):
         agrees_with_taking_apart(model, x, monkeypatch)
@@ -799,7 +798,7 @@ def test_a_table_that_is_kept_is_not_changed_by_others(gathering):
         multi_tensor.Piece(f, s, (axis.slice.start, axis.geometry), None) for f, s in zip(fulls, smalls, strict=True)
     )
     assert multi_tensor.layout(one, False) is multi_tensor.layout(other, False), "so the host's table is the same"
-    settled = multi_tensor.TakePlan([one])
+    settled = multi_tensor.LaunchPlan([one], walk_full=False, fixed=True)
     multi_tensor.take([other])
     multi_tensor.take(settled)
     assert torch.equal(smalls, fulls[:, :4])
@@ -834,14 +833,14 @@ def test_a_step_counts_the_entries_that_its_tables_need_when_it_is_captured(gath
 
     counts = []
     for _ in range(4):
-        with tables.counted(x.device) as needed:
+        with tables.into(tables.Arena(None, x.device)) as needed:
             step()
-        counts.append(needed.entries)
+        counts.append(needed.used)
     assert 0 < counts[-1] == counts[-2]
     assert counts[0] <= 2 * counts[-1], "of a single warm-up"
     assert counts[-1] <= 2 * counts[0]
     step()
-    assert needed.entries == counts[-1], "over is over"
+    assert needed.used == counts[-1], "over is over"
     monkeypatch.setattr(tables, "where", lambda device: (7, True))
     for module, name in ((kernels, "take_kernel"), (kernels, "put_kernel"), (updates, "_sgd_kernel")):
         # which are recorded then, and run when the tables are there
@@ -873,7 +872,7 @@ def fused(monkeypatch):
 
     def counted(kind):
         launch = getattr(updates, kind)
-        return lambda pieces, **settings: (launches.append(len(pieces)), launch(pieces, **settings))[1]
+        return lambda pieces, **settings: (launches.append(number(pieces)), launch(pieces, **settings))[1]
 
     for kind in ("sgd", "adam"):
         monkeypatch.setattr(updates, kind, counted(kind))
@@ -999,10 +998,10 @@ def test_whatever_changes_is_noticed(change):
         model(torch.randn(4, 3, 4, 4, device=DEVICE)).sum().backward()
     p = model[0].weight
     work = [(p, p.grad)]
-    before = [optim._Slices(optimizer, work, ["momentum_buffer"]).updates() for _ in range(2)]
+    before = [updates.Slices(optimizer, work, ["momentum_buffer"]).updates() for _ in range(2)]
     assert before[0] is before[1] is not None
     change(p, p.grad, optimizer.state[p])
-    after = optim._Slices(optimizer, work, ["momentum_buffer"]).updates()
+    after = updates.Slices(optimizer, work, ["momentum_buffer"]).updates()
     assert (after is before[0]) == (change is nothing)
 
 
@@ -1011,6 +1010,30 @@ def test_whatever_changes_is_noticed(change):
 def test_scaled_gradients(fused, monkeypatch, name, scaler):
     fused_and_not(name, monkeypatch, scaler=scaler)
     assert len(fused) == (2 if scaler == "overflow" else 3)
+
+
+def test_copies_of_gradients_live_until_they_are_read(fused, monkeypatch):
+    """The kernel knows their addresses only: memory that is given back before is written to by the next table."""
+    model = two_layers()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    model(torch.randn(4, 3, 4, 4, device=DEVICE)).sum().backward()
+    grad = model[0].weight.grad
+    grad.small = grad.small.to(memory_format=torch.channels_last)  # unlike its parameter
+    laid_out, update, alive = updates.Slices.smalls, updates.sgd, []
+
+    def smalls(self):
+        made = laid_out(self)
+        alive[:] = [weakref.ref(t) for t in made]
+        return made
+
+    def checked(plan, **settings):
+        assert all(t() is not None for t in alive)
+        update(plan, **settings)
+
+    monkeypatch.setattr(updates.Slices, "smalls", smalls)
+    monkeypatch.setattr(updates, "sgd", checked)
+    optimizer.step()
+    assert len(alive) == 3
 
 
 def test_counts_that_are_not_float32_are_left_to_torch(fused, monkeypatch):

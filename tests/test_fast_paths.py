@@ -21,12 +21,12 @@ from torch.utils.checkpoint import checkpoint
 import sliceout
 from sliceout.compact import optimizers as optim
 from sliceout.compact.gradient import SlicedGrad
-from sliceout.ops import gather, prefetch
+from sliceout.ops import prefetch
 from sliceout_lab.models import TransformerLM, WideResNet, mlp
 
 pytest.importorskip("triton", reason="triton is not installed")
 from sliceout.compact import kernels as updates
-from sliceout.ops import multi_tensor
+from sliceout.ops import gather, multi_tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -54,14 +54,11 @@ class Launches:
         for module, kinds in ((multi_tensor, ("take", "put")), (updates, ("sgd", "adam"))):
             for kind in kinds:
                 monkeypatch.setattr(module, kind, self.counted(kind, getattr(module, kind)))
-        put = multi_tensor.PutPlan.put
-        monkeypatch.setattr(
-            multi_tensor.PutPlan, "put", lambda which, *both: self.counted("put", lambda _: put(which, *both))(both[0])
-        )
 
     def counted(self, kind: str, launch: Callable[..., None]) -> Callable[..., None]:
-        def run(pieces: list[Any], **settings: Any) -> None:
-            self.seen.setdefault(kind, []).append(len(pieces))
+        def run(pieces: list[Any] | multi_tensor.LaunchPlan, **settings: Any) -> None:
+            number = len(pieces) if isinstance(pieces, list) else sum(len(g.members) for g in pieces.groups)
+            self.seen.setdefault(kind, []).append(number)
             launch(pieces, **settings)
 
         return run
@@ -333,7 +330,7 @@ def churn() -> None:
     """Many launches over other tensors: caches overflow, and freed memory is written to."""
     s = sliceout.Slice(16, 0.5)
     s.to(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu"))
-    multi_tensor._kept.clear()
+    multi_tensor._owners_on.cache_clear()
     for i in range(270):
         columns = [257 if i >> bit & 1 else 1 for bit in range(9)]  # two tiles or four: another table each time
         fulls = [torch.randn(16, n, device=DEVICE) for n in columns]
@@ -349,8 +346,8 @@ def churn() -> None:
 @pytest.mark.skipif(INTERPRETED, reason="a minute through the interpreter")
 def test_the_caches_may_overflow() -> None:
     churn()
-    assert 0 < len(multi_tensor._kept) < 257, "they were emptied on the way"
-    assert len(multi_tensor._known) <= 65
+    assert 0 < multi_tensor._owners_on.cache_info().currsize < 257, "the oldest were thrown away"
+    assert multi_tensor._rows.cache_info().currsize <= 65
 
 
 @needs_cuda

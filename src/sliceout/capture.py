@@ -88,7 +88,7 @@ class CapturedStep:
         # The kernels that the graph will hold.
         with stepping.paused(), without_views(), torch.cuda.stream(side):
             for _ in range(max(warmup, 1)):
-                with tables.counted(self.batch[0].device) as needed:
+                with tables.into(tables.Arena(None, self.batch[0].device)) as needed:
                     step()
         torch.cuda.current_stream().wait_stream(side)
         kept.restore()  # the graph is to take its place, and that of the warm-up's gradients and slices
@@ -96,7 +96,7 @@ class CapturedStep:
         release_slices()
         free_workspaces()
         self.graph = torch.cuda.CUDAGraph()  # entering it gives back what is free now
-        self.tables = tables.Arena(2 * needed.entries + 1024, self.batch[0].device)
+        self.tables = tables.Arena(2 * needed.used + 1024, self.batch[0].device)
         with stepping.paused(), torch.cuda.graph(self.graph), tables.into(self.tables):
             self.loss = step()
         self.tables.fill()

@@ -8,10 +8,13 @@
 
 from __future__ import annotations
 
+import functools
+
 from . import data_parallel, gradient_ops, optimizers  # noqa: F401 (gradient_ops fills a table)
 
 
+@functools.cache  # once
 def observe() -> None:
-    """Look after optimizers and data-parallel wrappers. Called when the first compact slice gets a layer."""
+    """Look after all optimizers and data-parallel wrappers from now on. Called when a compact slice gets a layer."""
     optimizers.observe()
     data_parallel.observe()

@@ -25,14 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 from . import gradient_leaves
 from .gradient import SlicedGrad
 
-_hook: Any = None
-
 
 def observe() -> None:
-    """Look after all models that DDP wraps from now on. Called when the first compact slice is made."""
-    global _hook
-    if _hook is None and dist.is_available():
-        _hook = register_module_module_registration_hook(_on_registration)
+    """Look after all models that DDP wraps from now on."""
+    if dist.is_available():
+        register_module_module_registration_hook(_on_registration)
 
 
 def _on_registration(parent: nn.Module, name: str, module: nn.Module | None) -> None:

@@ -82,7 +82,7 @@ class SlicedGrad(Tensor):
             kept = views.take_copy(self.full, self.at)
             if int(kept.count_nonzero()) != int(self.full.count_nonzero()):
                 return False
-            self._become(self, kept, owned=True)
+            self.replace_(kept)
             if not self._viewed:
                 self.full = None
         return True
@@ -124,6 +124,10 @@ class SlicedGrad(Tensor):
         return _on_full(func, args, kwargs or {}) if out is NotImplemented else out
 
 
+Work = list[tuple[Tensor, SlicedGrad]]
+"""Parameters and their gradients, which an optimizer is to step over."""
+
+
 def same_place(a: SlicedGrad, b: SlicedGrad) -> bool:
     """Whether both hold the same entries of the same parameter shape."""
     return a.full is None and b.full is None and a.shape == b.shape and a.at.lies_at(b.at)
@@ -148,24 +152,15 @@ def _on_full(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     whole_args, whole_kwargs = tree_map(whole, args), tree_map(whole, kwargs)
     out = func(*whole_args, **whole_kwargs)
-    for grad, full in met.values():
-        aliased = _aliased(func, args, kwargs, grad)
-        if aliased is not None and not full.is_inference():
-            grad.full = full
-            grad._viewed |= aliased == "viewed"
-    changed = {id(full): grad for grad, full in met.values()}
-    return tree_map(lambda x: changed.get(id(x), x), out)
-
-
-def _aliased(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grad: SlicedGrad) -> str | None:
-    """Whether ``func`` has "written" to this gradient, returned a part of it that others may write to ("viewed"), or
-    neither."""
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
-            if value is grad or (isinstance(value, (list, tuple)) and any(v is grad for v in value)):
-                return "written" if argument.alias_info.is_write else "viewed"
-    return None
+            for x in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(x, SlicedGrad) and not whole(x).is_inference():
+                    x.full = whole(x)
+                    x._viewed |= not argument.alias_info.is_write  # others may write to what they hold of it
+    changed = {id(full): grad for grad, full in met.values()}
+    return tree_map(lambda x: changed.get(id(x), x), out)
 
 
 register_compact_gradient(SlicedGrad)

@@ -1,8 +1,4 @@
-"""What torch's operations do to a ``SlicedGrad``: those that leave zeros zero work on the slice.
-
-Adding up, factors, norms, limits, casts and zeroing. Everything else runs on the whole gradient:
-right in any case, and if it writes outside the slice the gradient is dense from then on.
-"""
+"""What torch's operations do to a ``SlicedGrad``: on the slice if they leave zeros zero, else on the whole gradient."""
 
 from __future__ import annotations
 

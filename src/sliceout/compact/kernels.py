@@ -7,6 +7,7 @@ the index arithmetic). Starts are read from device memory, so that one captured 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,9 +15,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..ops.kernels import entries, find_tile, mapped_entries, pointer_to, run_of, scaled, source, walk
-from ..ops.multi_tensor import Piece, group_pieces
+from ..ops.multi_tensor import LaunchPlan, Piece, supports
+from ..ops.placement import Place, address_key, is_channels_last, layout_key, memory_format
+from .gradient import Work
 
 
 @triton.jit
@@ -30,9 +34,8 @@ def _gradient(
         inside = inside & (tl.load(found_inf + 0 * r) == 0)
     rr, row_place = source(r, *run_of(d + 10, 1))
     cc, col_place = source(c, *run_of(d + 14, VECTOR))
-    g = tl.load(pointer_to(tl.load(d + 1), SMALL, VECTOR) + entries(i, VECTOR), mask=inside[:, None], other=0).to(
-        tl.float32
-    )
+    small = pointer_to(tl.load(d + 1), SMALL, VECTOR) + entries(i, VECTOR)
+    g = tl.load(small, mask=inside[:, None], other=0).to(tl.float32)
     g = scaled(g, d, row_place, col_place, inside, VECTOR)
     if GRAD_SCALE:
         g = g / tl.load(grad_scale)
@@ -148,29 +151,20 @@ def _sgd_tile(
 # -- from the host -----------------------------------------------------------------------------------------------------
 
 
-class UpdatePlan:
-    """Pieces whose slices an optimizer updates, step by step: gradients are new, and counts that live on the host.
-
-    It holds addresses and no tensors: whoever keeps it must know that they are still true.
-    """
+class UpdatePlan(LaunchPlan):
+    """Pieces whose slices an optimizer updates, step by step: gradients are new, and counts that live on the host."""
 
     def __init__(self, pieces: list[Piece]) -> None:
-        self.count = len(pieces)
+        super().__init__(pieces, walk_full=False, dtypes=3)
         self.counted = pieces[0].step is not None and not pieces[0].step.is_cuda  # on the host
-        self.groups = [(g, g.addresses(pieces)) for g in group_pieces(pieces, walk_full=False, dtypes=_dtypes)]
-
-    def __len__(self) -> int:
-        return self.count
 
     def refresh(self, smalls: Sequence[Tensor], steps: Sequence[Tensor]) -> None:
         """Take these gradients and counts, in the order of the pieces."""
-        small_at = list(map(Tensor.data_ptr, smalls))
-        for group, columns in self.groups:
-            columns[1] = [small_at[i] for i in group.members]
-            if self.counted:
-                columns[5] = [int(steps[i]) for i in group.members]
+        self.replace(1, map(Tensor.data_ptr, smalls))
+        if self.counted:
+            self.replace(5, map(int, steps))
 
-    def run(
+    def update(
         self, kernel: Any, *numbers: float, lr: float | Tensor, found_inf: Tensor | None, grad_scale: Tensor | None,
         maximize: bool, **flags: bool,
     ) -> None:  # fmt: skip
@@ -179,12 +173,7 @@ class UpdatePlan:
             "LR_LIVES_ON_DEVICE": isinstance(lr, Tensor), "FOUND_INF": found_inf is not None,
             "GRAD_SCALE": grad_scale is not None, "MAXIMIZE": maximize,
         }  # fmt: skip
-        for group, columns in self.groups:
-            group.launch(*columns).run(kernel, lr, found_inf, grad_scale, *numbers, **flags)
-
-
-def _dtypes(piece: Piece) -> tuple[torch.dtype, ...]:
-    return piece.full.dtype, piece.small.dtype, piece.state[0].dtype if piece.state else piece.full.dtype
+        self.run(kernel, lr, found_inf, grad_scale, *numbers, **flags)
 
 
 def adam(
@@ -194,9 +183,78 @@ def adam(
     """Adam over the slices of ``full`` and of ``state``; ``small`` is the gradient, ``step`` has been counted up."""
     less, log2 = [1 - b for b in betas], [math.log2(b) if b else -math.inf for b in betas]
     flags = {"STEP_LIVES_ON_DEVICE": not updates.counted, "DECOUPLED": decoupled, "AMSGRAD": amsgrad}
-    updates.run(_adam_kernel, *less, *log2, weight_decay, eps, **flags, **shared)
+    updates.update(_adam_kernel, *less, *log2, weight_decay, eps, **flags, **shared)
 
 
 def sgd(updates: UpdatePlan, *, momentum: float, weight_decay: float, nesterov: bool, **shared: Any) -> None:
     """SGD over the slices of ``full`` and of ``state``; ``small`` is the gradient."""
-    updates.run(_sgd_kernel, momentum, weight_decay, MOMENTUM=momentum != 0, NESTEROV=nesterov, **shared)
+    updates.update(_sgd_kernel, momentum, weight_decay, MOMENTUM=momentum != 0, NESTEROV=nesterov, **shared)
+
+
+_prepared: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[list[Any], UpdatePlan | None]]]
+_prepared = weakref.WeakKeyDictionary()
+
+
+class Slices:
+    """The slices that are updated together. What the kernel needs to know of them is kept as long as it is true."""
+
+    def __init__(self, optimizer: Optimizer, work: Work, names: list[str]) -> None:
+        self.kept = _prepared.setdefault(optimizer, {})
+        self.work, self.names = work, names
+        self.params, self.grads = [p for p, _ in work], [g for _, g in work]
+        self.state = [optimizer.state[p] for p in self.params]
+        self.steps = [s["step"] for s in self.state if "step" in s]
+        self.device = self.params[0].device
+        self.places: dict[int, tuple[Tensor, Any]] = {}
+
+    def updates(self) -> UpdatePlan | None:
+        """``None`` where there is no kernel for them."""
+        key = id(self.params[0])
+        if key not in self.kept or self.kept[key][0] != self._key():
+            for p, s in zip(self.params, self.state, strict=True):
+                for name in self.names:  # the format may have changed since, or be that of a checkpoint
+                    if s[name].stride() != p.stride() and is_channels_last(s[name]) != is_channels_last(p):
+                        s[name] = s[name].contiguous(memory_format=memory_format(p))
+            self.kept[key] = self._key(), UpdatePlan(self._pieces()) if self._fit() else None
+        return self.kept[key][1]
+
+    def smalls(self) -> list[Tensor]:
+        """The gradients, each laid out as its parameter."""
+        return [g.small.contiguous(memory_format=memory_format(p)) for p, g in self.work]
+
+    def _fulls(self) -> list[Tensor]:
+        return [*self.params, *(s[name] for s in self.state for name in self.names)]
+
+    def _key(self) -> list[Any]:
+        """All that the kernel's table says, and whether there can be one."""
+        return [
+            *address_key([*self._fulls(), *self.steps]), *layout_key([g.small for g in self.grads]),
+            *((self._place(g.at.rows), self._place(g.at.cols), g.at.gain) for g in self.grads),
+            *(t if t is None else t.data_ptr() for g in self.grads for t in g.at[3:]),
+        ]  # fmt: skip
+
+    def _place(self, place: Place | None) -> Any:
+        if place is None:
+            return None
+        if id(place) not in self.places:  # most gradients share theirs
+            start = place.start_on(self.device)
+            self.places[id(place)] = start, (start.data_ptr(), place.geometry)
+        return self.places[id(place)][1]
+
+    def _fit(self) -> bool:
+        fulls = self._fulls()
+        return (
+            all(p.dtype != torch.float64 for p in self.params)
+            and all(t.device == self.device for t in fulls)
+            and supports(*fulls)
+            and len({s.device for s in self.steps}) < 2
+            and all(s.is_cpu or (s.device == self.device and s.dtype == torch.float32) for s in self.steps)
+        )
+
+    def _pieces(self) -> list[Piece]:
+        pieces = []
+        for p, g, small, s in zip(self.params, self.grads, self.smalls(), self.state, strict=True):
+            rows, cols = (None if q is None else (self.places[id(q)][0], q.geometry) for q in g.at[:2])
+            state = tuple(s[name] for name in self.names)
+            pieces.append(Piece(p, small, rows, cols, *g.at[2:], state, s.get("step")))
+        return pieces

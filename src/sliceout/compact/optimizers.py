@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,26 +23,17 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..ops import tables
-from ..ops.placement import Place, address_key, is_channels_last, layout_key, memory_format
+from ..ops.placement import memory_format
 from ..ops.prefetch import has_triton
-from .gradient import SlicedGrad
-
-if TYPE_CHECKING:
-    from .kernels import UpdatePlan
-
-Work = list[tuple[Tensor, SlicedGrad]]
+from .gradient import SlicedGrad, Work
 
 _set_aside: weakref.WeakKeyDictionary[Optimizer, Work] = weakref.WeakKeyDictionary()
-_prepared: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[list[Any], UpdatePlan | None]]]
-_prepared = weakref.WeakKeyDictionary()
-_hooks: list[Any] = []
 
 
 def observe() -> None:
-    """Step over slices only, in all optimizers from now on. Called when the first compact slice is made."""
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_before_step))
-        _hooks.append(register_optimizer_step_post_hook(_after_step))
+    """Step over slices only, in all optimizers from now on."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -180,7 +171,7 @@ def _fused(optimizer: Optimizer, work: Work, names: list[str], kernel: str, *, l
         return False
     from . import kernels
 
-    slices = _Slices(optimizer, work, names)
+    slices = kernels.Slices(optimizer, work, names)
     device, updates = slices.device, slices.updates()
     if updates is None or any(isinstance(b, Tensor) for b in settings.get("betas", ())) or not tables.possible(device):
         if tables.capturing(device):
@@ -196,79 +187,10 @@ def _fused(optimizer: Optimizer, work: Work, names: list[str], kernel: str, *, l
         torch._foreach_add_(steps, 1)
         if found_inf is not None:
             torch._foreach_sub_(steps, [found_inf.to(steps[0].device)] * len(steps))
-    updates.refresh(slices.smalls(), steps)
+    smalls = slices.smalls()  # held until the launch: some may be copies
+    updates.refresh(smalls, steps)
     getattr(kernels, kernel)(updates, lr=lr, found_inf=found_inf, grad_scale=grad_scale, **settings)
     return True
-
-
-class _Slices:
-    """The slices that are updated together. What the kernel needs to know of them is kept as long as it is true."""
-
-    def __init__(self, optimizer: Optimizer, work: Work, names: list[str]) -> None:
-        self.kept = _prepared.setdefault(optimizer, {})
-        self.work, self.names = work, names
-        self.params, self.grads = [p for p, _ in work], [g for _, g in work]
-        self.state = [optimizer.state[p] for p in self.params]
-        self.steps = [s["step"] for s in self.state if "step" in s]
-        self.device = self.params[0].device
-        self.places: dict[int, tuple[Tensor, Any]] = {}
-
-    def updates(self) -> UpdatePlan | None:
-        """``None`` where there is no kernel for them."""
-        key = id(self.params[0])
-        if key not in self.kept or self.kept[key][0] != self._key():
-            for p, s in zip(self.params, self.state, strict=True):
-                for name in self.names:  # the format may have changed since, or be that of a checkpoint
-                    if s[name].stride() != p.stride() and is_channels_last(s[name]) != is_channels_last(p):
-                        s[name] = s[name].contiguous(memory_format=memory_format(p))
-            self.kept[key] = self._key(), self._prepare() if self._fit() else None
-        return self.kept[key][1]
-
-    def smalls(self) -> list[Tensor]:
-        """The gradients, each laid out as its parameter."""
-        return [g.small.contiguous(memory_format=memory_format(p)) for p, g in self.work]
-
-    def _fulls(self) -> list[Tensor]:
-        return [*self.params, *(s[name] for s in self.state for name in self.names)]
-
-    def _key(self) -> list[Any]:
-        """All that the kernel's table says, and whether there can be one."""
-        return [
-            *address_key([*self._fulls(), *self.steps]), *layout_key([g.small for g in self.grads]),
-            *((self._place(g.at.rows), self._place(g.at.cols), g.at.gain) for g in self.grads),
-            *(t if t is None else t.data_ptr() for g in self.grads for t in g.at[3:]),
-        ]  # fmt: skip
-
-    def _place(self, place: Place | None) -> Any:
-        if place is None:
-            return None
-        if id(place) not in self.places:  # most gradients share theirs
-            start = place.start_on(self.device)
-            self.places[id(place)] = start, (start.data_ptr(), place.geometry)
-        return self.places[id(place)][1]
-
-    def _fit(self) -> bool:
-        from ..ops.multi_tensor import supports
-
-        fulls = self._fulls()
-        return (
-            all(p.dtype != torch.float64 for p in self.params)
-            and all(t.device == self.device for t in fulls)
-            and supports(*fulls)
-            and len({s.device for s in self.steps}) < 2
-            and all(s.is_cpu or (s.device == self.device and s.dtype == torch.float32) for s in self.steps)
-        )
-
-    def _prepare(self) -> UpdatePlan:
-        from ..ops.multi_tensor import Piece
-        from .kernels import UpdatePlan
-
-        pieces = []
-        for p, g, small, s in zip(self.params, self.grads, self.smalls(), self.state, strict=True):
-            rows, cols = (None if q is None else (self.places[id(q)][0], q.geometry) for q in g.at[:2])
-            state = tuple(s[name] for name in self.names)
-            pieces.append(Piece(p, small, rows, cols, *g.at[2:], state, s.get("step")))
-        return UpdatePlan(pieces)
 
 
 def _on_gpu(tensors: Iterable[Tensor]) -> bool:

@@ -134,8 +134,6 @@ def in_place(rows: Axis | ConcatAxis, full: Tensor) -> TypeGuard[Axis]:
 
 def store_(fulls: Sequence[Tensor], smalls: Sequence[Tensor], rows: Axis | ConcatAxis) -> None:
     """Write each of ``smalls`` over the kept entries of its vector in ``fulls``, which get no gradient."""
-    if not torch.compiler.is_compiling() and all(s._base is f for s, f in zip(smalls, fulls, strict=True)):
-        return  # views: what was written to them is in place
     if isinstance(rows, ConcatAxis):
         sizes, widths = ([getattr(axis, what) for axis in rows.sections] for what in ("size", "width"))
         sections = zip(*(f.split(sizes) for f in fulls)), zip(*(s.split(widths) for s in smalls))  # noqa: B905
@@ -150,9 +148,10 @@ def store_(fulls: Sequence[Tensor], smalls: Sequence[Tensor], rows: Axis | Conca
     elif host_knows_start(fulls[0]) and rows.slice.contiguous:
         if views.transformed():  # its views do not show their base, and a tensor must not be copied onto itself
             pairs = [(full, small.clone()) for full, small in pairs]
-        apart = [(full, small) for full, small in pairs if small._base is not full]  # a view has written through
-        if apart:
-            views.store_([f for f, _ in apart], [s for _, s in apart], Place(rows.slice.start_on_host, geometry))
+        at = Placement(Place(rows.slice.start_on_host, geometry))
+        apart = [pair for pair in pairs if pair[1]._base is not pair[0]]  # a view has written through
+        if both := [views_of for pair in apart for views_of in views.rectangles(*pair, at)]:
+            torch._foreach_copy_([full for full, _ in both], [small for _, small in both])  # one launch on a GPU
     else:
         for full, small in pairs:
             torch.ops.sliceout.store_(full, small, start, geometry)

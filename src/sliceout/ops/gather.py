@@ -1,30 +1,20 @@
-"""The slices of one fetch: their memory, their one launch, and the one autograd node that stands for all of them."""
+"""The slices of one fetch: their memory, their one launch, and the one autograd node that stands for all of them.
+
+Needs Triton: imported by ``prefetch`` where it fetches.
+"""
 
 from __future__ import annotations
 
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..slices import Slice, Take
-from . import library, views
-from .placement import (
-    Place,
-    Placement,
-    TensorSpec,
-    address_key,
-    compact_gradient,
-    is_channels_last,
-    memory_format,
-    small_shape,
-    strides_of,
-)
-
-if TYPE_CHECKING:
-    from . import multi_tensor
+from ..slices import Take
+from . import library, multi_tensor, views
+from .placement import Place, Placement, TensorSpec, address_key, compact_gradient, empty_small, memory_format
 
 _users = getattr(torch._C, "_storage_Use_Count", None)  # how many tensors share a memory; without it none is kept
 
@@ -33,37 +23,29 @@ class TakeLayout:
     """Shapes and numbers of a take. Held by the graph, so it must not hold the slices, which hold what was fetched."""
 
     def __init__(self, full: Tensor, t: Take, dtype: torch.dtype | None) -> None:
-        from . import multi_tensor  # needs triton: only where it is used
-
         axes = t.simple_axes
-        self.starts = [a.slice.start for a in t.axes]
-        self.widths = [a.slice.width for a in t.axes]
+        self.cuts = [(a.slice.start, a.slice.width) for a in t.axes]
         self.spec, self.strides = TensorSpec.of(full), full.stride()
         self.dtype = dtype or full.dtype
+        self.row_geometry, self.col_geometry = ([] if a is None else a.geometry for a in axes)
         self.rows, self.cols = (None if a is None else (a.slice.start, a.geometry) for a in axes)
-        self.small_shape = small_shape(full.shape, *([] if a is None else a.geometry for a in axes))
-        self.small_strides = strides_of(tuple(self.small_shape), is_channels_last(full))
-        self.memory_format = memory_format(full)
-        self.put_strides = strides_of(*self.spec[:2])
         self.factors = t.factors
         self.compact = t.compact
-        self.take_row: list[int] | None = None
-        self.put_row: list[int] | None = None
-        self.readable, self.piece_of = multi_tensor.supports(full), multi_tensor.Piece
+        self.readable = multi_tensor.supports(full)
+        self.table_rows: dict[bool, tuple[int, ...]] = {}  # by whether the full tensor is walked
 
-    def fits(self, full: Tensor, slices: list[Slice]) -> bool:
-        for s, start, width in zip(slices, self.starts, self.widths, strict=True):
-            if s.start is not start or s.width != width:
-                return False
+    def fits(self, full: Tensor, t: Take) -> bool:
+        every = zip(t.axes, self.cuts, strict=True)
+        same_cuts = all(a.slice.start is start and a.slice.width == width for a, (start, width) in every)
         shape, _, dtype = self.spec
-        return full.stride() == self.strides and full.dtype is dtype and full.shape == shape
+        return same_cuts and full.stride() == self.strides and full.dtype is dtype and full.shape == shape
 
-    def empty(self, device: torch.device) -> Tensor:
-        """Memory for the full tensor's gradient."""
-        return torch.empty_strided(self.spec.shape, self.put_strides, dtype=self.spec.dtype, device=device)
-
-    def piece(self, full: Tensor, small: Tensor, row: list[int] | None) -> multi_tensor.Piece:
-        return self.piece_of(full, small, self.rows, self.cols, *self.factors, layout=row)
+    def piece(self, full: Tensor, small: Tensor, walk_full: bool) -> multi_tensor.Piece:
+        piece = multi_tensor.Piece(full, small, self.rows, self.cols, *self.factors)
+        if walk_full not in self.table_rows:
+            self.table_rows[walk_full] = multi_tensor.layout(piece, walk_full)
+        piece.layout = self.table_rows[walk_full]
+        return piece
 
 
 class Batch:
@@ -76,30 +58,20 @@ class Batch:
     used = -1  # the round it served last
 
     def __init__(self, takes: list[Take], layouts: list[TakeLayout], fulls: list[Tensor]) -> None:
-        from . import multi_tensor
-
         self.key = address_key(fulls)
         self.addresses = self.key[: len(fulls)]
-        self.layout = BatchLayout(takes, layouts)
-        self.cuts = [(s, s.start, s.width) for s in _slices(takes)]
-        self.steady = _users is not None and all(form.readable for form in self.layout.entries)
-        self.copies = []
+        self.cuts = [(s, s.start, s.width) for s in dict.fromkeys(a.slice for t in takes for a in t.axes)]
+        self.steady = _users is not None and all(form.readable for form in layouts)
         pieces = []
         with torch.inference_mode(False):  # memory that autograd may see at another time
-            for form, full in zip(self.layout.entries, fulls, strict=True):
-                small = torch.empty(
-                    form.small_shape, dtype=form.dtype, device=full.device, memory_format=form.memory_format
-                )
-                source = full
-                if not form.readable:
-                    source = full.detach().contiguous(memory_format=form.memory_format)
-                    self.copies.append(source)
-                piece = form.piece(source, small, form.take_row)
-                if piece.layout is None:
-                    piece.layout = form.take_row = multi_tensor.layout(piece, walk_full=False)
-                pieces.append(piece)
-        self.plan, self.multi_tensor = multi_tensor.TakePlan(pieces), multi_tensor
+            for form, full in zip(layouts, fulls, strict=True):
+                small = empty_small(full, form.row_geometry, form.col_geometry, form.dtype)
+                source = full if form.readable else full.detach().contiguous(memory_format=memory_format(full))
+                pieces.append(form.piece(source, small, walk_full=False))
+        self.plan = multi_tensor.LaunchPlan(pieces, walk_full=False, fixed=True)
         self.memory = [piece.small for piece in pieces]
+        self.copies = [piece.full for piece, form in zip(pieces, layouts, strict=True) if not form.readable]
+        self.layout = BatchLayout(takes, layouts, [t.stride() for t in self.memory])
         self.storages = [t.untyped_storage() for t in self.memory]
         self.cells = [s._cdata for s in self.storages]
         self.unused = self.users()
@@ -118,55 +90,46 @@ class Batch:
 
     def fill(self) -> tuple[Tensor, ...]:
         """The slices as they are now."""
-        self.multi_tensor.take(self.plan)
+        multi_tensor.take(self.plan)
         return tuple([t.data for t in self.memory])
-
-
-def _slices(takes: list[Take]) -> list[Slice]:
-    return list(dict.fromkeys(a.slice for t in takes for a in t.axes))
 
 
 class BatchLayout:
     """What a graph needs of a batch. It must not hold the slices, which hold what was fetched."""
 
-    def __init__(self, takes: list[Take], layouts: list[TakeLayout]) -> None:
-        self.entries = layouts
-        slices = _slices(takes)
+    def __init__(self, takes: list[Take], layouts: list[TakeLayout], small_strides: list[Any]) -> None:
         axes = list(dict.fromkeys(a for t in takes for a in t.simple_axes if a is not None))
-        self.slices = [weakref.ref(s) for s in slices]
-        self.axes = [(weakref.ref(a), slices.index(a.slice), a.geometry) for a in axes]
+        self.axes = [(weakref.ref(a), a.geometry) for a in axes]
         self.sides = [[None if a is None else axes.index(a) for a in t.simple_axes] for t in takes]
-        self.dense = not any(form.compact for form in self.entries)
-        self.puts: multi_tensor.PutPlan | None = None  # once it is known how gradients come
+        self.entries, self.small_strides = layouts, small_strides
+        self.dense = not any(form.compact for form in layouts)
+        self.puts: multi_tensor.LaunchPlan | None = None  # once it is known how gradients come
 
     def starts(self) -> list[int | None]:
         """Where the slices lie now; ``None`` if the model is gone."""
-        live = [ref() for ref in self.slices]
-        return [None if s is None else s.start_on_host for s in live]
+        live = [ref() for ref, _ in self.axes]
+        return [None if a is None else a.slice.start_on_host for a in live]
 
     def usual(self, grads: tuple[Tensor | None, ...]) -> bool:
         """Whether all gradients have come, and lie as they do in every step."""
-        return all(
-            grad is not None and grad.stride() == form.small_strides
-            for form, grad in zip(self.entries, grads, strict=True)
-        )
+        every = zip(grads, self.small_strides, strict=True)
+        return all(grad is not None and grad.stride() == strides for grad, strides in every)
 
     def put(self, grads: tuple[Tensor, ...]) -> list[Tensor]:
         """All of them in their places in full tensors."""
-        from . import multi_tensor
-
-        device = grads[0].device
-        fulls = [form.empty(device) for form in self.entries]
+        fulls = [form.spec.empty(grads[0].device) for form in self.entries]
         if self.puts is None:
-            self.puts = multi_tensor.PutPlan(
-                [f.piece(full, g, None) for f, full, g in zip(self.entries, fulls, grads, strict=True)]
-            )
-        self.puts.put(fulls, grads)
+            every = zip(self.entries, fulls, grads, strict=True)
+            pieces = [form.piece(full, grad, walk_full=True) for form, full, grad in every]
+            self.puts = multi_tensor.LaunchPlan(pieces, walk_full=True)
+        for column, tensors in enumerate((fulls, grads)):
+            self.puts.replace(column, map(Tensor.data_ptr, tensors))
+        multi_tensor.put(self.puts)
         return fulls
 
     def placements(self, starts: list[int]) -> list[Placement]:
         """Where the entries lay when the slices had these starts."""
-        places = [Place(starts[s], geometry, axis()) for axis, s, geometry in self.axes]
+        places = [Place(start, geometry, axis()) for start, (axis, geometry) in zip(starts, self.axes, strict=True)]
         found = []
         for sides, form in zip(self.sides, self.entries, strict=True):
             rows, cols = (None if a is None else places[a] for a in sides)
@@ -188,8 +151,6 @@ class Gather(views.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        from . import multi_tensor
-
         layout, needed = ctx.layout, ctx.needs_input_grad[1:]
         whole = torch.is_grad_enabled()  # second derivatives are asked for: ordinary operations have them
         moved = ctx.starts != layout.starts()
@@ -203,11 +164,8 @@ class Gather(views.Function):
             if whole or moved or form.compact:
                 apart.append((i, grad))
                 continue
-            full = out[i] = form.empty(grad.device)
-            piece = form.piece(full, grad, form.put_row)
-            if piece.layout is None:
-                piece.layout = form.put_row = multi_tensor.layout(piece, walk_full=True)
-            pieces.append(piece)
+            full = out[i] = form.spec.empty(grad.device)
+            pieces.append(form.piece(full, grad, walk_full=True))
         if pieces:
             multi_tensor.put(pieces)
         if apart:

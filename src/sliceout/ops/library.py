@@ -85,48 +85,33 @@ def _update_statistics(mean, var, batches, batch_mean, batch_var, start, rows, m
         batches.add_(1)
 
 
-for _name, _kernel in (
-    ("take", _take), ("put", _put), ("store_", _store), ("update_statistics_", _update_statistics)
-):  # fmt: skip
-    for _device in ("CPU", "CUDA"):
-        _library.impl(_name, _kernel, _device)
-
-
 # -- what tracers are told ---------------------------------------------------------------------------------------------
 
 
-def _fake(name: str) -> Callable[[Any], Any]:
-    """Register what an op makes of fake tensors. Every tracer asks for that, Inductor too: it is told the rest then."""
-
-    def register(fake: Any) -> Any:
-        def traced(*args: Any, **kwargs: Any) -> Any:
-            inductor.register_lowerings()
-            return fake(*args, **kwargs)
-
-        torch.library.register_fake(f"sliceout::{name}", traced, lib=_library)
-        return fake
-
-    return register
-
-
-@_fake("take")
 def _take_fake(full, row_start, col_start, rows, cols, row_scale, col_scale, dtype, leaf=None):  # type: ignore[no-untyped-def]
     return empty_small(full, rows, cols, dtype)
 
 
-@_fake("put")
 def _put_fake(small, row_start, col_start, rows, cols, row_scale, col_scale, shape, channels_last, dtype):  # type: ignore[no-untyped-def]
     return TensorSpec(shape, channels_last, dtype).empty(small.device)
 
 
-@_fake("store_")
-def _store_fake(full: Tensor, small: Tensor, start: Tensor, rows: list[int]) -> None:
-    return None
+def _register(name: str, kernel: Callable[..., Any], fake: Callable[..., Any] = lambda *args: None) -> None:
+    """Say what an op computes, and what it makes of fake tensors. Inductor asks for that, and is told the rest then."""
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        inductor.register_lowerings()
+        return fake(*args, **kwargs)
+
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, kernel, device)
+    torch.library.register_fake(f"sliceout::{name}", traced, lib=_library)
 
 
-@_fake("update_statistics_")
-def _update_statistics_fake(mean, var, batches, batch_mean, batch_var, start, rows, momentum):  # type: ignore[no-untyped-def]
-    return None
+_register("take", _take, _take_fake)
+_register("put", _put, _put_fake)
+_register("store_", _store)
+_register("update_statistics_", _update_statistics)
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------

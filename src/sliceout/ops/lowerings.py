@@ -30,7 +30,7 @@ def _source(i: Any, start: Any, geometry: Sequence[int]) -> tuple[Any, Any]:
     """Place along the small axis -> (place along the full one, its unit), as ``reference.sources``."""
     size, width, blocks, inner = geometry
     block, unit, rest = _split(i, width, inner)
-    if _is_table(start):
+    if start.get_size()[0] != 1:  # the table of a subset
         at = _load(start, unit)
     else:
         at = ops.add(_load(start, 0), ops.index_expr(unit, INDEX))
@@ -43,7 +43,7 @@ def _target(i: Any, start: Any, geometry: Sequence[int]) -> tuple[Any, Any, Any]
     """Place along the full axis -> (place along the small one, whether it is kept, its unit): ``reference.targets``."""
     size, width, blocks, inner = geometry
     block, unit, rest = _split(i, size, inner)
-    if _is_table(start):
+    if start.get_size()[0] != 1:  # the table of a subset
         offset = _load(start, size + unit)
     else:
         offset = ops.sub(ops.index_expr(unit, INDEX), _load(start, 0))
@@ -55,10 +55,6 @@ def _target(i: Any, start: Any, geometry: Sequence[int]) -> tuple[Any, Any, Any]
 def _load(start: Any, at: Any) -> Any:
     """An entry of a start or a subset's table."""
     return ops.to_dtype(start.make_loader()([at]), INDEX)
-
-
-def _is_table(start: Any) -> bool:
-    return start.get_size()[0] != 1  # type: ignore[no-any-return]
 
 
 def _number(number: int) -> Any:

@@ -57,14 +57,7 @@ def memory_format(t: Tensor) -> torch.memory_format:
 @functools.lru_cache(1024)
 def strides_of(shape: tuple[int, ...], channels_last: bool) -> tuple[int, ...]:
     """Of a tensor of this shape without gaps."""
-    order = [*range(len(shape))]
-    if channels_last:
-        order = [0, *range(2, len(shape)), 1]
-    out, step = [0] * len(shape), 1
-    for dim in reversed(order):
-        out[dim] = step
-        step *= max(shape[dim], 1)
-    return tuple(out)
+    return TensorSpec(shape, channels_last, torch.float32).empty(torch.device("meta")).stride()
 
 
 def dense(t: Tensor, channels_last: bool) -> Tensor:
@@ -114,10 +107,6 @@ class Place(NamedTuple):
     axis: Axis | None = None
     """``None`` if the model is gone."""
 
-    @classmethod
-    def now(cls, axis: Axis | None) -> Place | None:
-        return None if axis is None else cls(axis.slice.start_on_host, axis.geometry, axis)
-
     def start_on(self, device: torch.device) -> Tensor:
         """The start in device memory: the slice's own as long as it has not moved on, so that graphs can read it."""
         if self.axis is not None:
@@ -139,8 +128,8 @@ class Placement(NamedTuple):
     @classmethod
     def now(cls, t: Take) -> Placement:
         """Of a simple take."""
-        rows, cols = t.simple_axes
-        return cls(Place.now(rows), Place.now(cols), *t.factors)
+        rows, cols = (None if a is None else Place(a.slice.start_on_host, a.geometry, a) for a in t.simple_axes)
+        return cls(rows, cols, *t.factors)
 
     @property
     def geometries(self) -> tuple[list[int], list[int]]:

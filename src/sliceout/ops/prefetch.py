@@ -20,14 +20,16 @@ import functools
 import importlib.util
 import math
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..slices import Take
 from . import tables, views
-from .gather import Batch, Gather, TakeLayout
+
+if TYPE_CHECKING:
+    from .gather import Batch, TakeLayout
 
 PORTION = 1 << 26
 """Bytes of parameters that are fetched together in data parallel training (torch's own buckets hold 25 MB)."""
@@ -55,25 +57,23 @@ def take(full: Tensor, t: Take, dtype: torch.dtype | None) -> Tensor | None:
     owner = (cols if rows is None else rows).slice.owner  # type: ignore[union-attr]
     if owner is None:  # a slice that no layer has is drawn by nobody: its starts may be set by hand
         return None
-    plan: Plan | None = owner.caches.get("prefetch")
+    plan = owner.caches.get("prefetch") or plan_of(owner)
     if where[1] and not tables.possible(full.device):
-        if plan is not None:
-            plan.release()  # what waits holds nodes of an earlier pass, and those wait for its stream, not the captured
+        plan.release()  # what waits holds nodes of an earlier pass, and those wait for its stream, not the captured
         if t.compact and full.requires_grad and full.is_leaf and _tracking():
             raise RuntimeError(
                 "this step cannot be captured with compact gradients: its slices would be frozen. "
                 "Use sliceout.capture, or grads='dense'"
             )
         return None
-    if plan is None:
-        plan = plan_of(owner)
     if owner.stamp != plan.stamp or where != plan.where:
         plan.begin(owner.stamp, where)
     tracking = _tracking()
     key = id(full), id(rows), id(cols), scale_rows, scale_cols, dtype
     entry = plan.entries.get(key)
     if entry is None or entry.full() is not full:
-        entry = plan.learn(Entry(key, full, t, dtype))
+        entry = plan.entries[key] = Entry(full, t, dtype)
+        plan.stale = True
     entry.used = plan.round
     found = entry.found[tracking]
     if found is not None:
@@ -100,24 +100,15 @@ Found = tuple[Tensor, int, int, int, bool]
 class Entry:
     """A take that has been seen and will be fetched with the others."""
 
-    def __init__(self, key: Key, full: Tensor, t: Take, dtype: torch.dtype | None) -> None:
-        self.key = key
+    def __init__(self, full: Tensor, t: Take, dtype: torch.dtype | None) -> None:
         self.full = weakref.ref(full)
         self.take, self.dtype = t, dtype
-        self.slices = [a.slice for a in t.axes]
         self.alone = not _fits(full, t)
         self.portion = -1  # none yet: it is fetched by itself
         self.used = 0
         self.known = False  # it has been fetched
         self.found: list[Found | None] = [None, None]  # where gradients are not wanted, and where they are
-        self._layout: TakeLayout | None = None
-
-    def layout(self, full: Tensor) -> TakeLayout:
-        """What does not change from step to step; made anew if slices or parameter changed in kind."""
-        layout = self._layout
-        if layout is None or not layout.fits(full, self.slices):
-            layout = self._layout = TakeLayout(full, self.take, self.dtype)
-        return layout
+        self.layout: TakeLayout | None = None  # what does not change from step to step
 
 
 def _fits(full: Tensor, t: Take) -> bool:
@@ -168,22 +159,17 @@ class Plan:
         for entry in self.entries.values():
             entry.found = [None, None]
 
-    def learn(self, entry: Entry) -> Entry:
-        self.entries[entry.key] = entry
-        self.stale = True
-        return entry
-
     def arrange(self) -> None:
         """Put the entries into portions, parameters apart from statistics, which change during a pass."""
-        alive = [(key, entry) for key, entry in self.entries.items() if entry.full() is not None]
-        self.entries = {key: entry for key, entry in alive if entry.used > self.round - FORGET}
-        together = [entry for entry in self.entries.values() if not entry.alone]
+        since = self.round - FORGET
+        self.entries = {k: e for k, e in self.entries.items() if e.used > since and e.full() is not None}
         limit = PORTION if torch.distributed.is_available() and torch.distributed.is_initialized() else math.inf
         self.portions, self.kept = [], {}
         open_portion: dict[Any, tuple[int, float]] = {}
-        for entry in together:
+        for entry in self.entries.values():
             full = entry.full()
-            assert full is not None
+            if full is None or entry.alone:
+                continue
             kind = full.requires_grad, full.device
             at, room = open_portion.get(kind, (-1, 0.0))
             if room < full.nbytes:
@@ -199,13 +185,12 @@ class Plan:
 
         The first pass fetches one by one, by the same means: recomputed activations save what they saved before.
         """
+        from .gather import Batch, Gather, TakeLayout  # needs triton: only where it is used
+
         if self.stale and asked.known:
             self.arrange()
-        at, portion = asked.portion, [asked]
-        if wanted._backward_hooks:  # which must not run for a pass that does not use it: see Gather.backward
-            at = -1
-        if at >= 0:
-            portion = self.portions[at]
+        at = -1 if wanted._backward_hooks else asked.portion  # hooks must not run for a pass that does not use it
+        portion = [asked] if at < 0 else self.portions[at]
         tracking = _tracking()
         self.untracked |= not tracking
         for entry in portion:
@@ -219,7 +204,11 @@ class Plan:
         batch = self.kept.pop(at, None)
         if batch is None or not batch.serves(fulls):
             batch = None  # gives its memory back first
-            layouts = [entry.layout(full) for entry, full in zip(entries, fulls, strict=True)]
+            layouts = []
+            for entry, full in zip(entries, fulls, strict=True):
+                if entry.layout is None or not entry.layout.fits(full, entry.take):  # changed in kind
+                    entry.layout = TakeLayout(full, entry.take, entry.dtype)
+                layouts.append(entry.layout)
             batch = Batch([entry.take for entry in entries], layouts, fulls)
         kinds = [tracking and full.requires_grad for full in fulls]
         smalls = Gather.apply(batch, *fulls) if True in kinds else batch.fill()

@@ -41,15 +41,9 @@ def targets(start: Tensor, geometry: list[int]) -> tuple[Tensor, Tensor, Tensor]
 
 
 def take(
-    full: Tensor,
-    row_start: Tensor | None,
-    col_start: Tensor | None,
-    rows: list[int],
-    cols: list[int],
-    row_scale: Tensor | None,
-    col_scale: Tensor | None,
-    dtype: torch.dtype | None,
-) -> Tensor:
+    full: Tensor, row_start: Tensor | None, col_start: Tensor | None, rows: list[int], cols: list[int],
+    row_scale: Tensor | None, col_scale: Tensor | None, dtype: torch.dtype | None,
+) -> Tensor:  # fmt: skip
     out = full
     for dim, start, geometry, scale in ((0, row_start, rows, row_scale), (1, col_start, cols, col_scale)):
         if start is not None:
@@ -61,15 +55,9 @@ def take(
 
 
 def put(
-    small: Tensor,
-    row_start: Tensor | None,
-    col_start: Tensor | None,
-    rows: list[int],
-    cols: list[int],
-    row_scale: Tensor | None,
-    col_scale: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+    small: Tensor, row_start: Tensor | None, col_start: Tensor | None, rows: list[int], cols: list[int],
+    row_scale: Tensor | None, col_scale: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     out = small.to(torch.promote_types(small.dtype, dtype))
     for dim, start, geometry, scale in ((1, col_start, cols, col_scale), (0, row_start, rows, row_scale)):
         if start is not None:

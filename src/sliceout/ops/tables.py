@@ -18,20 +18,23 @@ from torch import Tensor
 
 
 class Arena:
-    """Memory for the tables of one captured graph; it must live as long as the graph."""
+    """Memory for the tables of one captured graph; it must live as long as the graph.
 
-    def __init__(self, entries: int, device: torch.device) -> None:
-        self.memory = torch.empty(entries, dtype=torch.int64, device=device)
+    With ``entries=None`` it has none, and counts how many entries a step that is about to be captured needs.
+    """
+
+    def __init__(self, entries: int | None, device: torch.device) -> None:
+        self.device = device
+        self.memory = None if entries is None else torch.empty(entries, dtype=torch.int64, device=device)
         self.used = 0
         self.waiting: list[tuple[Tensor, Tensor]] = []
 
-    def make(self, values: Tensor) -> Tensor:
-        begin, self.used = self.used, self.used + _room(values.numel())
-        if self.used > len(self.memory):
+    def reserve(self, entries: int) -> int:
+        """Where a table of so many entries begins: at a multiple of 16 bytes, as kernels like it."""
+        begin, self.used = self.used, self.used + -(-entries // 2) * 2
+        if self.memory is not None and self.used > len(self.memory):
             raise RuntimeError(f"the tables of this graph need more than the {len(self.memory)} entries set aside")
-        table = self.memory[begin : begin + values.numel()].view(values.shape)
-        self.waiting.append((table, values.clone()))
-        return table
+        return begin
 
     def fill(self) -> None:
         """Write the numbers, once the capture is over."""
@@ -40,19 +43,7 @@ class Arena:
         self.waiting = []
 
 
-def _room(entries: int) -> int:
-    """Tables begin at multiples of 16 bytes, as kernels like it."""
-    return -(-entries // 2) * 2
-
-
-class Tally:
-    """How many entries the tables of some code need."""
-
-    entries = 0
-
-
 _arenas: dict[int, Arena] = {}
-_tallies: dict[int, Tally] = {}
 
 
 def where(device: torch.device) -> tuple[int, bool]:
@@ -77,37 +68,26 @@ def possible(device: torch.device) -> bool:
 def make(values: Tensor, device: torch.device) -> Tensor:
     """A table on ``device`` with these int64 ``values``, which may change as soon as this returns."""
     arena = _arenas.get(where(device)[0])
-    if arena is not None and capturing(device):
-        return arena.make(values)
-    count(values.numel(), device)
-    return values.to(device, non_blocking=True, copy=True)  # pageable memory is staged at once: no synchronisation
+    begin = 0 if arena is None else arena.reserve(values.numel())
+    if arena is None or arena.memory is None:
+        return values.to(device, non_blocking=True, copy=True)  # pageable memory is staged at once: no synchronisation
+    table = arena.memory[begin : begin + values.numel()].view(values.shape)
+    arena.waiting.append((table, values.clone()))
+    return table
 
 
 def count(entries: int, device: torch.device) -> None:
     """Here a table is used; whoever keeps it from an earlier time calls this instead of :func:`make`."""
-    if _tallies:
-        tally = _tallies.get(where(device)[0])
-        if tally is not None:
-            tally.entries += _room(entries)
+    if _arenas and (arena := _arenas.get(where(device)[0])):
+        arena.reserve(entries)
 
 
 @contextlib.contextmanager
-def counted(device: torch.device) -> Iterator[Tally]:
-    """Around a step that is about to be captured, on the stream that it runs on."""
-    stream, tally = where(device)[0], Tally()
-    _tallies[stream] = tally
-    try:
-        yield tally
-    finally:
-        del _tallies[stream]
-
-
-@contextlib.contextmanager
-def into(arena: Arena) -> Iterator[None]:
-    """Inside a capture: its tables go into this arena."""
-    stream = where(arena.memory.device)[0]
+def into(arena: Arena) -> Iterator[Arena]:
+    """On the stream of a step, inside its capture or around a step that is counted: its tables go into this arena."""
+    stream = where(arena.device)[0]
     _arenas[stream] = arena
     try:
-        yield
+        yield arena
     finally:
         del _arenas[stream]

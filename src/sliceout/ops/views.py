@@ -9,7 +9,7 @@ dimensions the runs make rectangles, so everything here is ``narrow`` and ``copy
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -48,15 +48,8 @@ class Take(Function):
     def forward(full: Tensor, at: Placement, dtype: torch.dtype, compact: bool) -> Tensor:
         if not at.uniform:
             return at.scaled(take(full, at)).to(dtype)
-        if at.gain == 1 and dtype == full.dtype:
-            return take(full, at)
-        if is_one_rectangle(at):
-            view = take(full, at)
-            return _scaled_into(torch.empty_like(view, dtype=dtype), view, at.gain)
-        small = empty_small(full, *at.geometries, dtype)
-        for source, target in rectangles(full, small, at):
-            _scaled_into(target, source, at.gain)
-        return small
+        plain = at.gain == 1 and dtype == full.dtype
+        return take(full, at) if plain else take_copy(full, at, dtype, at.gain)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -106,13 +99,14 @@ class Put(Function):
         return full, full.dim() - 1
 
 
-def _scaled_into(target: Tensor, source: Tensor, gain: float) -> Tensor:
+def _scaled_into(target: Tensor, source: Tensor, gain: float) -> None:
     """``target = source * gain``, rounded once."""
     if gain == 1:
-        return target.copy_(source)
-    if torch.promote_types(source.dtype, target.dtype) == source.dtype:
-        return torch.mul(source, gain, out=target)
-    return target.copy_(source).mul_(gain)
+        target.copy_(source)
+    elif torch.promote_types(source.dtype, target.dtype) == source.dtype:
+        torch.mul(source, gain, out=target)
+    else:
+        target.copy_(source).mul_(gain)
 
 
 # -- runs and rectangles -----------------------------------------------------------------------------------------------
@@ -120,7 +114,8 @@ def _scaled_into(target: Tensor, source: Tensor, gain: float) -> Tensor:
 
 def take(full: Tensor, at: Placement) -> Tensor:
     """The kept part of ``full``, sharing its memory if it is one rectangle of it, and readable there."""
-    if is_one_rectangle(at) and (full.dim() > 1 or readable(full, runs(at.rows)[0][0])):
+    one_rectangle = all(len(runs(p)) == 1 and _blocks(p) == 1 for p in at[:2])
+    if one_rectangle and (full.dim() > 1 or readable(full, runs(at.rows)[0][0])):
         view = full
         for dim, place in enumerate(at[:2]):
             if place is not None:
@@ -130,11 +125,11 @@ def take(full: Tensor, at: Placement) -> Tensor:
     return take_copy(full, at)
 
 
-def take_copy(full: Tensor, at: Placement) -> Tensor:
-    """:func:`take` into memory of its own."""
-    small = empty_small(full, *at.geometries)
+def take_copy(full: Tensor, at: Placement, dtype: torch.dtype | None = None, gain: float = 1.0) -> Tensor:
+    """:func:`take` into memory of its own, times ``gain``."""
+    small = empty_small(full, *at.geometries, dtype)
     for source, target in rectangles(full, small, at):
-        target.copy_(source)
+        _scaled_into(target, source, gain)
     return small
 
 
@@ -155,11 +150,6 @@ def readable(vector: Tensor, offset: int) -> bool:
     be asked about: products look at their addresses themselves.
     """
     return not vector.is_cuda or offset * vector.element_size() % 16 == 0
-
-
-def is_one_rectangle(at: Placement) -> bool:
-    """Whether the kept entries are a rectangle of the full tensor, so that a view can show them."""
-    return all(len(runs(p)) == 1 and _blocks(p) == 1 for p in at[:2])
 
 
 def _blocks(place: Place | None) -> int:
@@ -186,12 +176,6 @@ def rectangles(full: Tensor, small: Tensor, at: Placement) -> Iterator[tuple[Ten
 
 
 # -- vectors that are written to ---------------------------------------------------------------------------------------
-
-
-def store_(fulls: Sequence[Tensor], smalls: Sequence[Tensor], rows: Place) -> None:
-    """Write each of ``smalls`` over the kept entries of its vector in ``fulls``: one launch on a GPU."""
-    both = [r for full, small in zip(fulls, smalls, strict=True) for r in rectangles(full, small, Placement(rows))]
-    torch._foreach_copy_([full for full, _ in both], [small for _, small in both])
 
 
 class InPlace:
