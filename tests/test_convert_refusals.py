@@ -60,14 +60,14 @@ def test_a_conversion_that_fails_half_way_leaves_the_model_as_it_was(monkeypatch
 def test_a_conversion_that_fails_at_the_attention_modules_leaves_the_model_as_it_was(monkeypatch):
     model, _ = build("vit")
     before = fingerprint(model)
-    real = convert.recipes.adapt
+    real = convert.heads.adapt
 
     def failing(shadow, *args):
         real(shadow, *args)
         if shadow is model:
             raise RuntimeError("injected")
 
-    monkeypatch.setattr(convert.recipes, "adapt", failing)
+    monkeypatch.setattr(convert.heads, "adapt", failing)
     with pytest.raises(RuntimeError, match="injected"):
         sliceout.convert_(model, 0.5)
     assert fingerprint(model) == before

@@ -32,7 +32,8 @@ def lines(files: Any) -> dict[str, int]:
 
 def core() -> list[Path]:
     """The library without its command line."""
-    return [f for f in sorted(LIBRARY.rglob("*.py")) if "cli" not in f.relative_to(LIBRARY).parts]
+    files = [f for f in sorted(LIBRARY.rglob("*.py")) if "cli" not in f.relative_to(LIBRARY).parts]
+    return [f for f in files if f.name != "__main__.py"]
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
@@ -50,14 +51,13 @@ def test_no_file_is_longer_than_400_lines(package: str) -> None:
     assert {path: n for path, n in found.items() if n > 400} == {}
 
 
-def test_the_core_does_not_grow() -> None:
-    """It is to shrink to 8,500 lines; until then, whoever adds some takes others out."""
+def test_the_core_stays_small() -> None:
     found = lines(core())
     rooms: dict[str, int] = {}
     for path, n in found.items():
         room = Path(path).relative_to(LIBRARY.relative_to(ROOT)).parts[0]
         rooms[room] = rooms.get(room, 0) + n
-    assert sum(found.values()) <= 9200, dict(sorted(rooms.items(), key=lambda item: -item[1]))
+    assert sum(found.values()) <= 8500, dict(sorted(rooms.items(), key=lambda item: -item[1]))
 
 
 def test_the_method_can_be_read_in_a_thousand_lines() -> None:

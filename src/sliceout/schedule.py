@@ -14,13 +14,10 @@ a new capture for CUDA graphs that were captured by hand. So rates change in few
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 from torch.optim.swa_utils import update_bn
 
 from .compact import gradient_leaves
@@ -114,44 +111,6 @@ class WarmUp(Schedule):
             raise ValueError(f"until={until}, tail={tail}: expected 0 < until <= 1 - tail <= 1")
         factors = {until * i / (steps - 1): (i + 1) / steps for i in range(steps)}
         super().__init__(model, factors | ({1 - tail: 0.0} if tail else {}))
-
-
-def constant_tail(
-    optimizer: Optimizer, scheduler: LRScheduler, total: int, fraction: float = 0.1, lr: float = 1e-4
-) -> SequentialLR:
-    """``scheduler``, but a constant learning rate for the last ``fraction`` of ``total`` steps.
-
-    The paper's EfficientNets end so, at 1e-4. Steps are those of the scheduler: epochs, if it is stepped once an epoch.
-
-    Example:
-        >>> optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.5)
-        >>> decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        >>> both = constant_tail(optimizer, decay, total=4, fraction=0.5, lr=0.01)
-        >>> for epoch in range(4):
-        ...     print(optimizer.param_groups[0]["lr"], end=" ")
-        ...     optimizer.step(), both.step()  # doctest: +ELLIPSIS
-        0.5 (...)
-        0.25 (...)
-        0.01 (...)
-        0.01 (...)
-    """
-    if not 0 < fraction < 1:
-        raise ValueError(f"fraction={fraction}: expected a part of training, between 0 and 1")
-    start = round((1 - fraction) * total)
-    if not 0 < start < total:
-        raise ValueError(f"total={total}, fraction={fraction}: the tail would begin at step {start}")
-    flat = LambdaLR(optimizer, [_Constant(lr / group["initial_lr"]) for group in optimizer.param_groups])
-    return SequentialLR(optimizer, [scheduler, flat], [start])
-
-
-@dataclass
-class _Constant:
-    """A factor that does not change; a class of its own, because schedulers are saved and lambdas are not."""
-
-    factor: float
-
-    def __call__(self, step: int) -> float:
-        return self.factor
 
 
 def recalibrate_(model: nn.Module, loader: Iterable[Any], device: torch.device | int | None = None) -> nn.Module:

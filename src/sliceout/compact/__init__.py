@@ -1,6 +1,6 @@
 """Compact gradients: gradients of the size of the slice, and optimizer updates of the slice alone.
 
-``gradient``         the tensor that ``parameter.grad`` is; ``gradient_ops`` what torch's operations do to it
+``gradient``         the tensor that ``parameter.grad`` is, and what torch's operations do to it
 ``gradient_leaves``  how such a gradient comes out of a compiled graph
 ``optimizers``       slice-only updates for SGD, Adam and AdamW
 ``data_parallel``    slice-sized all-reduce under ``DistributedDataParallel``
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 
-from . import data_parallel, gradient_ops, optimizers  # noqa: F401 (gradient_ops fills a table)
+from . import data_parallel, optimizers
 
 
 @functools.cache  # once

@@ -13,13 +13,14 @@ from ..nn.base import Sliced
 from ..nn.factory import give_slices_
 from ..schemes import SCHEMES
 from ..slices import Axis, ConcatAxis, Slice, width_of
-from . import recipes
 from .dry_run import DryRun, all_plain_
 from .groups import Group, find_groups, skip_conflicts
 from .options import Filter, Rate, check_model, check_options, matches, rate_of
 from .other_schemes import drop_, patch_blocks_, readers_by_group
 from .profitability import default_align, device_and_dtype, not_profitable
 from .reasons import FILTERED, FROZEN, Reason, Skip
+from .recipes import attention as heads
+from .recipes import convolutions
 from .report import Report, Row, pattern, savings
 from .trace import Cost
 
@@ -92,7 +93,9 @@ def convert_(
     if place == "blocks":
         return patch_blocks_(run, rate, filter, {"norm": norm, "align": align or 1, "seed": seed})
     groups = find_groups(run.shadow(), run.trace)
-    recipes.arrange(model, groups, run.trace, attention=attention, stages=stages, paper_exclusions=paper_exclusions)
+    convolutions.inverted_bottlenecks(model, groups, stages)
+    convolutions.residual_blocks(groups, paper_exclusions)
+    heads.arrange(model, groups, run.trace, attention)
 
     modules = dict(model.named_modules())
     device, dtype = device_and_dtype(model)
@@ -219,5 +222,5 @@ def _slice_groups(model: nn.Module, made: dict[Group, Slice]) -> dict[Group, Sli
             ordered = tuple(parts[offset] for offset in sorted(parts))
             axes[role] = ordered[0] if len(ordered) == 1 else ConcatAxis(ordered)
         give_slices_(modules[name], axes, dims.get(name, 1))
-    recipes.adapt(model, made)
+    heads.adapt(model, made)
     return made

@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..nn.base import Sliced
 from ..nn.factory import plain_
 from ..slices import Slice
-from . import recipes
 from .groups import Group, misaligned, skip_partners
 from .reasons import Skip
+from .recipes.attention import objection
 from .trace import RuleError, Trace, identify, meta_copy, trace
 
 log = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class DryRun:
             for group in chosen:
                 width = made[group].width
                 group.reason = misaligned(self.model, group, width, tried)
-                group.reason = group.reason or recipes.objection(group, width, self.trace, tried)
+                group.reason = group.reason or objection(group, width, self.trace, tried)
         skip_partners(chosen)
         for group in (g for g in chosen if g.reason is not None):
             log.debug("dropped after a trial: %s: %s", group.name, group.reason)

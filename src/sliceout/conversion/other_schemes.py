@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ..drawing import Slices
-from ..nn.base import Sliced, adopt
+from ..nn.base import Sliced, adopt, sliced_subclass
 from ..nn.factory import slice_
 from ..schemes import SCHEMES
-from ..schemes.dropout import dropping_class
+from ..schemes.dropout import Dropping
 from ..schemes.patch import Form, Side, patch_
 from ..slices import Slice
 from .dry_run import DryRun, Failure
@@ -56,7 +56,7 @@ def drop_(model: nn.Module, readers: dict[Group, list[str]], made: dict[Group, S
     modules = dict(model.named_modules())
     for group, names in readers.items():
         for name in names:
-            adopt(modules[name], dropping_class(type(modules[name])), {"in": made[group].axis()})
+            adopt(modules[name], sliced_subclass(type(modules[name]), Dropping), {"in": made[group].axis()})
         for name in group.dropouts:
             if not isinstance(modules[name], Sliced):
                 slice_(modules[name], slice=made[group])

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..nn.base import Sliced, sliced_subclass
+from ..nn.base import Sliced
 from ..slices import Slice
 
 DROPS = ("none", "standard", "spatial", "dropblock")
@@ -74,11 +74,6 @@ _DROP: dict[str, Callable[[Tensor, float], Tensor]] = {
     "spatial": lambda x, rate: (F.dropout1d, F.dropout2d, F.dropout3d)[x.dim() - 3](x, rate),
     "dropblock": lambda x, rate: drop_block(x, rate),
 }
-
-
-def dropping_class(plain: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a layer class that drops from its input."""
-    return sliced_subclass(plain, Dropping)
 
 
 # -- DropBlock ---------------------------------------------------------------------------------------------------------

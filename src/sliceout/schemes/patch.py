@@ -1,21 +1,7 @@
 """Patch-SliceOut: a window of the feature map goes through the residual branch and is added back into its place.
 
-The paper says what is cut ("contiguous 2D chunks of the input activation tensors", the input of the first convolution
-of every block) and leaves the rest open. Our reading:
-
-- **rate** is the share of the map's *area* that is dropped: each side keeps ``sqrt(1 - rate)`` of its length. So at
-  equal rates the branch costs what it costs with channels sliced, which fits the paper's two tables (-26 % and -30 %
-  of the time at 0.5); the same rate on each side would keep a quarter of the map.
-- **The shortcut is whole.** It is the identity, or the block's own projection of the full map. Outside the window the
-  block hands on its shortcut alone; inside, shortcut plus branch.
-- **Norms in the branch** see the window only, as they see the slice only when channels are sliced. In a block with the
-  norm in front (Wide ResNet) the first norm is not in the branch: what is cut is the input of the first convolution.
-- **Edges**: the window is padded as the map itself is; nothing leaks in from outside it.
-- **Strided blocks**: the window is drawn on the output map. On the input it starts at ``stride * start`` and is
-  ``stride`` times as wide, so each output lies over its inputs.
-- **Normalisation** multiplies the branch where it is added, that is behind the last convolution: for ``"flow"`` by map
-  over window, for ``"probabilistic"`` each position by one over its own probability (rows times columns).
-- The block's own dropout rests, as in the paper.
+``docs/design.md`` says how we read the paper where it leaves this open: ``rate`` is of the area, the shortcut is whole,
+norms in the branch see the window only, and the window of a strided block is drawn on the map that it writes.
 
 Both starts, row and column, are slices like all others: in device memory, redrawn at every optimizer step.
 """
