@@ -123,16 +123,18 @@ class Clock:
     def captured(self, step: Callable[[], None], inside: int = 5) -> float:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side), without_views(), tables.counted() as needed:  # more than one step's
+        needed = tables.Arena(None, self.device)
+        with torch.cuda.stream(side), without_views(), tables.into(needed):  # more than one step's
             for _ in range(3):
                 step()
         torch.cuda.current_stream().wait_stream(side)
         free_workspaces()
         graph = torch.cuda.CUDAGraph()
-        entries = inside * needed.entries + 1024
-        with tables.deferred(entries, self.device) as held, torch.cuda.graph(graph):  # noqa: F841
+        held = tables.Arena(inside * needed.used + 1024, self.device)
+        with torch.cuda.graph(graph), tables.into(held):
             for _ in range(inside):
                 step()
+        held.fill()
         free_workspaces()
         times = []
         end = time.perf_counter() + self.seconds
