@@ -156,7 +156,7 @@ def slice_foreign_(module: Any, axes: dict[str, Axis], dim: int) -> nn.Module:
     elif isinstance(module, nn.GroupNorm):
         unitwise.GroupNorm.bind(module, axes)
     names = tuple(n for n in (*module._parameters, *module._buffers, *NUMBERS, "groups") if hasattr(module, n))
-    module._unit_dim = dim
+    module._unit_dim, module._substitutes = dim, None  # its own from the start: compiled code asks whether it has any
     adopt(module, sliced_subclass(type(module), ForeignLayer, base or ForeignUnits, _substituted=names), axes)
     return module  # type: ignore[no-any-return]
 
