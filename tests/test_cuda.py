@@ -314,7 +314,9 @@ def launches(model: nn.Module, x: Tensor) -> tuple[int, dict[str, int]]:
 
 @needs_cuda
 def test_compiled_code_inlines_every_take_and_put():
-    """What is left of them are the four copies of matrices: into the products, and into the full gradients."""
+    """What is left of them: matrices are copied into the products and into the full gradients, the weight of the norm
+    is kept for the backward pass, the gradients of weight and bias of the norm and both its statistics are vectors of
+    the full size. That is 2 + 2 + 1 + 2 + 2 kernels, and no call."""
     s = sliceout.Slice(64)
     sliced = nn.Sequential(
         snn.Conv2d(16, 64, 3, bias=False, out_slice=s),
@@ -327,7 +329,7 @@ def test_compiled_code_inlines_every_take_and_put():
     sliced, narrow = (m.to(DEVICE, memory_format=torch.channels_last) for m in (sliced, nn.Sequential(*small)))
     generated, ours = launches(sliced, x)
     assert not ours
-    assert generated <= launches(narrow, x)[0] + 8, "matrices in and out, vectors out, statistics"
+    assert generated == launches(narrow, x)[0] + 9
 
 
 # -- CUDA graphs -------------------------------------------------------------------------------------------------------

@@ -38,7 +38,10 @@ KINDS = (PRODUCTS, SLICES, OPTIMIZER, NORMS, POINTWISE, COPIES)
 
 _PATTERNS = (  # the first that matches; Inductor names its kernels after everything that it fused into them
     (COPIES, r"^mem(cpy|set)\b"),
-    (SLICES, r"^sliceout::"),
+    (
+        SLICES,
+        r"^sliceout::|^triton_poi_fused_((_to_copy|permute|t|transpose)_)*((take|put|store)_)+\d+$",
+    ),  # nothing else
     (OPTIMIZER, r"multi_tensor_apply|fused_?(adam|sgd)|^aten::_(fused|foreach)|^optimizer\."),
     (NORMS, r"bn_fw|bn_bw|batch_?norm"),
     (POINTWISE, r"^triton_(poi|red|per)_"),
@@ -80,6 +83,8 @@ def kind_of(name: str, ours: frozenset[str] = frozenset()) -> str:
     Example:
         >>> kind_of("sm90_xmma_fprop_implicit_gemm_bf16"), kind_of("triton_red_fused_add_native_batch_norm")
         ('convolutions and matrix products', 'batch norm')
+        >>> kind_of("triton_poi_fused_take_0"), kind_of("triton_poi_fused_relu_take_6")
+        ('take, put, store', 'other pointwise and reductions')
     """
     if name in ours:
         return OPTIMIZER if re.search("adam|sgd", name) else SLICES
