@@ -282,3 +282,15 @@ def test_a_model_on_the_gpu_is_converted_there():
     report = sliceout.convert_(model, 0.5)
     assert {s.start.device.type for s in report.slices} == {"cuda"}
     assert call(model.train(), x.cuda()).device.type == "cuda"
+
+
+def test_a_model_can_be_converted_in_inference_mode_and_trained_after_it():
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+    with torch.inference_mode():
+        assert sliceout.convert_(model, 0.5).converted == 1
+        assert torch.is_inference_mode_enabled()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+    assert sliceout.slices(model).step == 2

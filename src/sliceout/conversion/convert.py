@@ -6,6 +6,7 @@ import inspect
 import logging
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..drawing import Slices
@@ -27,6 +28,7 @@ from .trace import Cost
 log = logging.getLogger(__name__)
 
 
+@torch.inference_mode(False)  # which would show the trace other operations, and make starts that cannot be drawn
 def convert_(
     model: nn.Module,
     rate: Rate = None,
