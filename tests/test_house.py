@@ -32,8 +32,7 @@ def lines(files: Any) -> dict[str, int]:
 
 def core() -> list[Path]:
     """The library without its command line."""
-    files = [f for f in sorted(LIBRARY.rglob("*.py")) if "cli" not in f.relative_to(LIBRARY).parts]
-    return [f for f in files if f.name != "__main__.py"]
+    return [f for f in sorted(LIBRARY.rglob("*.py")) if "cli" not in f.relative_to(LIBRARY).parts]
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------

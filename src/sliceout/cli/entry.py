@@ -10,7 +10,7 @@ CLI_PACKAGES = ("rich", "typer")
 def main() -> None:
     """Run the command line, or say what is missing."""
     try:
-        from .cli import app
+        from . import app
 
         code = app.main()
     except ModuleNotFoundError as error:
@@ -19,7 +19,3 @@ def main() -> None:
             raise
         sys.exit(f"sliceout: the command line needs {package}, which is missing: pip install 'sliceout[cli]'")
     sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,6 @@
+"""``python -m sliceout``."""
+
+from .cli.entry import main
+
+if __name__ == "__main__":
+    main()
