@@ -603,7 +603,7 @@ def test_a_gradient_may_lie_otherwise_than_those_before(gathering):
     x = torch.randn(2, 3, 4, 4, device=DEVICE)
     settled(model, x)
     hidden = first(x)
-    weight = second._parts(hidden)["weight"]
+    weight = second._small_for(hidden)["weight"]
     (hidden.sum() + weight.sum()).backward()  # the gradient of a sum is one number, seen from all places
     expected = torch.zeros(4, 8, 1, 1)
     expected[:, a.kept] = a.size / a.width
@@ -628,7 +628,7 @@ def test_whoever_keeps_a_slice_keeps_its_values(gathering, tracking, how):
     settled(model, x)
     with torch.set_grad_enabled(tracking):
         model(x)
-        small = model[3]._parts(model[:3](x))["weight"]
+        small = model[3]._small_for(model[:3](x))["weight"]
     values = small.detach().clone()
     assert small.data_ptr() in [t.data_ptr() for t in kept(model)[0].memory]
     held = HOLDERS[how](small)

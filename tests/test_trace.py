@@ -173,10 +173,10 @@ def test_a_transposed_convolution_is_sliced_once_there_is_a_sliced_class_for_it(
         transposed = True
 
         def forward(self, x: Tensor) -> Tensor:
-            parts = self._parts(x)
-            if parts is None:
+            small = self._small_for(x)
+            if small is None:
                 return super(mixing.Conv, self).forward(x)
-            return F.conv_transpose2d(x, parts["weight"], parts["bias"], groups=self.groups)
+            return F.conv_transpose2d(x, small["weight"], small["bias"], groups=self.groups)
 
         def _small(self, out, into, like):  # rows are inputs, each group has its own columns
             weight = Take(self.axes.get("in") if into else None, out and out.slice.axis(inner=out.inner), bool(into))

@@ -70,23 +70,23 @@ def _property(name: str) -> property:
 
 
 class ForeignLayer(Substituting):
-    """A layer that keeps its own forward, in front of the class that says what is taken of it (``_parts``)."""
+    """A layer that keeps its own forward, in front of the class that says what is taken of it (``_small_for``)."""
 
     _kept_for_slices = (*Sliced._kept_for_slices, "_substitutes", "_unit_dim")
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        parts = self._parts(x)  # type: ignore[attr-defined]
-        if parts is None:
+        small = self._small_for(x)  # type: ignore[attr-defined]
+        if small is None:
             return type(self)._plain.forward(self, x, *args, **kwargs)  # type: ignore[arg-type]
-        self._substitutes = parts
+        self._substitutes = small
         try:
             y = type(self)._plain.forward(self, x, *args, **kwargs)  # type: ignore[arg-type]
         finally:
             self._substitutes = None
         if self.training and "unit" in self.axes:
             for name, t in self._buffers.items():  # type: ignore[attr-defined]
-                if name in parts and t.is_floating_point():  # statistics, which may have changed
-                    self._store(name, t, parts[name])
+                if name in small and t.is_floating_point():  # statistics, which may have changed
+                    self._store(name, t, small[name])
         return y
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -116,7 +116,7 @@ class ForeignUnits(Sliced):
     _unit_dim: int
     """Dimension of the input along which the units lie."""
 
-    def _parts(self, x: Tensor) -> dict[str, Any] | None:
+    def _small_for(self, x: Tensor) -> dict[str, Any] | None:
         axis = self._arrived("unit", x.shape[self._unit_dim])
         if axis is None:
             return None

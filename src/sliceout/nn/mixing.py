@@ -25,7 +25,7 @@ class Mixing(Sliced):
         """The slices of the output and of the input that are live in this call."""
         return self._started(), self._arrived("in", x.shape[-1])
 
-    def _parts(self, x: Tensor) -> dict[str, Any] | None:
+    def _small_for(self, x: Tensor) -> dict[str, Any] | None:
         """What a forward reads instead of the full parameters, by attribute; ``None`` if nothing is sliced."""
         out, into = self._live(x)
         return None if out is None and into is None else self._small(out, into, x)
@@ -158,21 +158,21 @@ class Conv(Mixing):
             into = into.slice.axis(inner=into.inner)  # the weight of every group has its own columns
         return super()._takes(out, into)
 
-    def _parts(self, x: Tensor) -> dict[str, Any] | None:
-        parts = super()._parts(x)
-        if parts is not None:
-            parts["groups"] = self._channels(x) // parts["weight"].shape[1]  # fewer if whole groups are sliced
-        return parts
+    def _small_for(self, x: Tensor) -> dict[str, Any] | None:
+        small = super()._small_for(x)
+        if small is not None:
+            small["groups"] = self._channels(x) // small["weight"].shape[1]  # fewer if whole groups are sliced
+        return small
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = self._parts(x)
-        if parts is None:
+        small = self._small_for(x)
+        if small is None:
             return super().forward(x)  # type: ignore[misc]
         mode, padding = self.padding_mode, self.padding  # type: ignore[attr-defined]
         if mode != "zeros":
             x, padding = F.pad(x, self._reversed_padding_repeated_twice, mode=mode), 0  # type: ignore[attr-defined]
         convolve: Any = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel_size) - 1]
-        return convolve(x, **parts, stride=self.stride, padding=padding, dilation=self.dilation)  # type: ignore[attr-defined]
+        return convolve(x, **small, stride=self.stride, padding=padding, dilation=self.dilation)  # type: ignore[attr-defined]
 
 
 def _whole_groups(axes: dict[str, Axis], groups: int) -> bool:
