@@ -386,7 +386,7 @@ def test_the_library_declares_what_it_computes():
     schema = str(torch.ops.sliceout.put.default._schema)
     assert schema == (
         "sliceout::put(Tensor small, Tensor? row_start, Tensor? col_start, int[] rows, int[] cols, Tensor? row_scale, "
-        "Tensor? col_scale, SymInt[] shape, bool channels_last, ScalarType dtype) -> Tensor"
+        "Tensor? col_scale, SymInt[] shape, bool channels_last, ScalarType dtype, int parts=0) -> Tensor"
     )
 
 

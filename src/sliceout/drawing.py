@@ -20,6 +20,8 @@ from .slices import Slice
 # -- the generator -----------------------------------------------------------------------------------------------------
 
 MASK_32 = 0xFFFFFFFF
+GOLDEN = 0x9E3779B9
+"""2**32 over the golden ratio: multiples of it lie far apart."""
 
 
 def mix(x: Tensor) -> Tensor:
@@ -42,9 +44,37 @@ def starts_at(step: int | Tensor, table: Tensor) -> Tensor:
 
     ``step`` is a number, or an int64 tensor on the table's device where the draw itself is part of a captured graph.
     """
-    seed, stream, count, stride, last = table.unbind(1)
-    bits = mix((mix((mix(seed) + step) & MASK_32) + stream * 0x9E3779B9) & MASK_32)
-    return torch.minimum(((bits * count) >> 32) * stride, last)
+    _, _, count, stride, last = table.unbind(1)
+    return torch.minimum(((_bits(step, table) * count) >> 32) * stride, last)
+
+
+def _bits(step: int | Tensor, table: Tensor) -> Tensor:
+    """32 random bits for each slice at ``step``."""
+    seed, stream, *_ = table.unbind(1)
+    return mix((mix((mix(seed) + step) & MASK_32) + stream * GOLDEN) & MASK_32)
+
+
+def part_starts_at(
+    step: int | Tensor, table: Tensor, spread: Tensor, parts: int, rank: int = 0, ranks: int = 1
+) -> Tensor:
+    """:func:`starts_at` of slices with several ``parts``, and these behind it: those of ``rank`` out of ``ranks``.
+
+    Where ``spread``, the starts of all parts of all ranks lie evenly around the ring from a random offset on, and which
+    part has which is a random order, other for each slice and step. Elsewhere each part has a number of its own.
+    """
+    _, _, count, stride, last = (column[:, None] for column in table.unbind(1))
+    bits, number = _bits(step, table)[..., None], torch.arange(parts * ranks, device=table.device)
+    own = mix((bits + (number + 1) * GOLDEN) & MASK_32)
+    even = (((bits * count) >> 32) + own.argsort(dim=-1, stable=True) * count // (parts * ranks)) % count
+    drawn = torch.where(spread[:, None], even, (own * count) >> 32)[..., rank * parts : (rank + 1) * parts]
+    return torch.minimum(drawn * stride, last)
+
+
+def rank_and_ranks() -> tuple[int, int]:
+    """This process among those that train together."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return 0, 1
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
 AHEAD = 64
@@ -55,33 +85,43 @@ class _Ahead:
     """The starts of ``slices`` at ``count`` steps from ``first`` on, on the host and on the devices."""
 
     def __init__(self, slices: list[Slice], first: int, count: int) -> None:
-        self.slices, self.first = slices, first
-        starts = starts_at(torch.arange(first, first + count, device="cpu")[:, None], draw_table(slices))
-        self.on_host: list[list[int]] = starts.tolist()
-        self.tensors = [s.start for s in slices]
-        on_device: dict[torch.device, list[int]] = {}
+        self.slices, self.first, self.ranks = slices, first, rank_and_ranks()
+        steps = torch.arange(first, first + count, device="cpu")[:, None]
+        alike: dict[tuple[torch.device, int, str], list[int]] = {}
         for i, s in enumerate(slices):
-            if s.contiguous:
-                on_device.setdefault(s.start.device, []).append(i)
-        self.on_device = [
-            ([self.tensors[i] for i in members], starts[:, members, None].to(device, non_blocking=True))  # no waiting
-            for device, members in on_device.items()
-        ]
+            alike.setdefault((s.start.device, s.parts, s.ranks), []).append(i)
+        self.tensors = [s.start for s in slices]
+        self.groups: list[tuple[list[Slice], list[list[list[int]]], list[Tensor], Tensor]] = []
+        for (device, parts, ranks), members in alike.items():
+            same = [slices[i] for i in members]
+            if parts == 1:
+                starts = starts_at(steps, draw_table(same))[..., None]
+            else:
+                spread = torch.tensor([s.sampling == "circular" for s in same], device="cpu")
+                place = self.ranks if ranks == "spread" else (0, 1)
+                starts = part_starts_at(steps, draw_table(same), spread, parts, *place)
+            drawn = [i for i, s in enumerate(same) if s.contiguous]
+            on_device = starts[:, drawn].to(device, non_blocking=True)  # no waiting
+            self.groups.append((same, starts.tolist(), [same[i].start for i in drawn], on_device))
+        self.count = count
         self.subsets: list[Any] = [s for s in slices if not s.contiguous]
 
     def knows(self, step: int) -> bool:
-        """Whether ``step`` is among them, and the starts are still kept in the same places."""
-        return 0 <= step - self.first < len(self.on_host) and all(
-            s.start is t for s, t in zip(self.slices, self.tensors, strict=True)
+        """Whether ``step`` is among them, the starts are still kept in the same places, and as many ranks train."""
+        return (
+            0 <= step - self.first < self.count
+            and all(s.start is t for s, t in zip(self.slices, self.tensors, strict=True))
+            and self.ranks == rank_and_ranks()
         )
 
     def draw(self, step: int) -> None:
-        """Set all starts to those of ``step``: one copy on each device."""
+        """Set all starts to those of ``step``: one copy for each device and number of parts."""
         row = step - self.first
-        for s, start in zip(self.slices, self.on_host[row], strict=True):
-            s.start_on_host = start
-        for tensors, values in self.on_device:
-            torch._foreach_copy_(tensors, values[row].unbind())
+        for same, on_host, tensors, on_device in self.groups:
+            for s, starts in zip(same, on_host[row], strict=True):
+                s.starts_on_host = starts
+            if tensors:
+                torch._foreach_copy_(tensors, on_device[row].unbind())
         if self.subsets:
             self.subsets[0].after_draw(self.subsets)
 
@@ -144,13 +184,15 @@ class Slices:
 
     def state_dict(self) -> dict[str, Any]:
         """What to save where checkpoints do not keep the metadata of ``model.state_dict()`` (safetensors, DCP)."""
-        return {"step": self.step, "slices": [[s.seed, s.stream, s.size, s.width] for s in self.members]}
+        return {"step": self.step, "slices": [[s.seed, s.stream, *_widths(s)] for s in self.members]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where :meth:`state_dict` was taken."""
-        here, there = [[s.size, s.width] for s in self.members], [list(x[2:]) for x in state["slices"]]
+        here, there = [_widths(s) for s in self.members], [list(x[2:]) for x in state["slices"]]
         if here != there:
-            raise ValueError(f"saved slices [size, width] {there}, but this model's are {here}: convert it alike first")
+            raise ValueError(
+                f"saved slices [size, width, parts] {there}, but this model's are {here}: convert it alike first"
+            )
         for s, (seed, stream, *_) in zip(self.members, state["slices"], strict=True):
             s.seed, s.stream = seed, stream
         self.seek_(state["step"])
@@ -164,6 +206,11 @@ class Slices:
 
     def __repr__(self) -> str:
         return f"Slices(step={self.step}, {self.members})"
+
+
+def _widths(s: Slice) -> list[int]:
+    """Size and width, and the parts if there are several."""
+    return [s.size, s.width, *([s.parts] if s.parts > 1 else [])]
 
 
 def owner_of(s: Slice) -> Slices:

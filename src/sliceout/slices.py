@@ -3,12 +3,13 @@
 A :class:`Slice` keeps ``width`` consecutive units out of ``size``. The width never changes; the *start* is drawn
 anew for every optimizer step (``drawing``). Everything that must agree on the kept units (the rows of one weight, the
 batch norm after it, the columns of the next weight) holds the *same* ``Slice`` object, so nothing can fall out of step.
+With ``parts``, a batch is cut into that many equal parts along dimension 0, and each part has a start of its own.
 
 An :class:`Axis` is a slice along one dimension of a tensor, and a :class:`Take` says which axes a parameter is sliced
 along. This module knows nothing of the rest of the library.
 
-The start lives twice: as an int64 tensor on the model's device, which kernels and compiled graphs read, and as a
-Python int, which eager code uses to make views. ``drawing`` writes both; a forward pass only ever reads them.
+Starts live twice: as an int64 tensor on the model's device, which kernels and compiled graphs read, and as Python
+ints, which eager code uses to make views. ``drawing`` writes both; a forward pass only ever reads them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +28,7 @@ SAMPLINGS = ("circular", "window", "prefix")
 NORMS = ("probabilistic", "flow", "none")
 FOLDS = ("consumer", "producer")
 GRADS = ("dense", "compact")
+RANKS = ("spread", "equal")
 
 
 class Slice:
@@ -44,6 +47,11 @@ class Slice:
             paper's delayed normalisation) or the rows of the ``"producer"`` (immediate).
         seed: draws depend on ``(seed, stream, step)`` only, never on the global random state.
         grads: ``"compact"`` gives slice-sized weight gradients and slice-only optimizer updates (``sliceout.compact``).
+        parts: the batch (dimension 0) is cut into so many equal parts, each with a start of its own. Circular starts
+            are spread evenly over the ring, so that every unit is kept by equally many parts (up to one); window starts
+            are independent. A batch that ``parts`` does not divide has the largest number of parts that does.
+        ranks: in distributed training with ``parts``, ``"spread"`` treats the parts of all ranks as one batch;
+            ``"equal"`` draws the same starts on every rank.
 
     Example:
         >>> hidden = Slice(10, rate=0.4, sampling="window")
@@ -65,8 +73,11 @@ class Slice:
         fold: str = "consumer",
         seed: int = 0,
         grads: str = "dense",
+        parts: int = 1,
+        ranks: str = "spread",
     ) -> None:
         check_choice("grads", grads, GRADS)
+        check_choice("ranks", ranks, RANKS)
         check_choice("sampling", sampling, SAMPLINGS)
         check_choice("norm", norm, NORMS)
         check_choice("fold", fold, FOLDS)
@@ -77,13 +88,21 @@ class Slice:
         self.norm = norm
         self.fold = fold
         self.grads = grads
+        self.parts, self.ranks = as_int("parts", parts), ranks
+        if self.parts < 1:
+            raise ValueError(f"parts={parts}: expected at least 1")
+        if self.parts > 1 and grads == "compact":
+            raise ValueError(
+                f"grads='compact' with parts={parts}: together the parts train nearly every unit, so that gradients of "
+                "the slice's size would save nothing. Choose grads='dense', or parts=1"
+            )
         self.seed = as_int("seed", seed)
         self.stream = 0
         self.on = True
         self._axes: dict[tuple[int, int], Axis] = {}
         self.gain, self.scale = self._scale()
-        self.start = torch.zeros(1, dtype=torch.int64, device="cpu")  # whatever the default device is
-        self.start_on_host = 0
+        self.start = torch.zeros(self.parts, dtype=torch.int64, device="cpu")  # whatever the default device is
+        self.starts_on_host: Sequence[int] = [0] * self.parts
         self.owner: Any = None  # the Slices that draws this slice together with others; ``drawing`` sets it
 
     # -- what can be drawn -------------------------------------------------------------------------------------------
@@ -134,8 +153,21 @@ class Slice:
         return self.on and self.width < self.size
 
     @property
+    def start_on_host(self) -> int:
+        """The start as a Python number; of the first part, if there are several."""
+        return self.starts_on_host[0]
+
+    @start_on_host.setter
+    def start_on_host(self, start: int) -> None:
+        self.starts_on_host = [start] * self.parts
+
+    def start_of(self, part: int) -> int:
+        """The start of one part as a Python number; a slice with one start has it for all parts."""
+        return self.starts_on_host[part if self.parts > 1 else 0]
+
+    @property
     def kept(self) -> Tensor:
-        """Indices of the units kept now, in the order in which the small tensors hold them."""
+        """Indices of the units kept now, in the order of the small tensors; of the first part, if there are several."""
         return (self.start_on_host + torch.arange(self.width, device="cpu")) % self.size
 
     def to(self, device: torch.device) -> None:
@@ -153,7 +185,7 @@ class Slice:
 
     def start_as_tensor(self) -> Tensor:
         """What ``start`` holds, made anew on the host."""
-        return torch.tensor([self.start_on_host], dtype=torch.int64, device="cpu")
+        return torch.tensor(self.starts_on_host, dtype=torch.int64, device="cpu")
 
     def rerate_(self, rate: float) -> None:
         """Change the rate and with it the width. Tensors change in place: graphs of an earlier rate stay valid."""
@@ -185,6 +217,7 @@ class Slice:
         extra = "" if self.norm == "probabilistic" else f", norm={self.norm}"
         extra += "" if self.fold == "consumer" else f", fold={self.fold}"
         extra += "" if self.grads == "dense" else f", grads={self.grads}"
+        extra += "" if self.parts == 1 else f", {self.parts} parts"
         return f"{type(self).__name__}({self.share}, {self.sampling}{extra}{'' if self.on else ', off'})"
 
 
@@ -309,6 +342,23 @@ class Take(NamedTuple):
                 else:
                     gain *= axis.slice.gain
         return gain, scales[0], scales[1]
+
+
+def parts_of(samples: int, *axes: Axis | ConcatAxis | None) -> int:
+    """How many parts a batch has whose units are sliced so: the largest number up to theirs that divides it.
+
+    Example:
+        >>> [parts_of(samples, Slice(64, parts=8).axis()) for samples in (32, 12, 7, 1)]
+        [8, 6, 7, 1]
+    """
+    parts = 1
+    for axis in axes:
+        if axis is not None:
+            for s in axis.slices:
+                parts = s.parts if s.parts > parts else parts
+    while parts > 1 and samples % parts:
+        parts -= 1
+    return parts
 
 
 def width_of(size: int, rate: float, align: int | None) -> tuple[int, int]:

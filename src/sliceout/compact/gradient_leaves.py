@@ -67,7 +67,8 @@ def exclude(model: nn.Module, allowed: set[Tensor]) -> None:
 
 def _form(p: Tensor, taken: Take) -> tuple[list[int], tuple[int, ...]]:
     """Shape and strides of the gradient that will arrive; autograd would copy one that lies otherwise."""
-    shape = small_shape(p.shape, *([] if a is None else a.geometry for a in taken.simple_axes))
+    rows, cols = ([] if a is None else a.geometry for a in taken.simple_axes)
+    shape = small_shape(p.shape, rows, cols)
     return shape, strides_of(tuple(shape), is_channels_last(p))
 
 

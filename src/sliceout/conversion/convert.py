@@ -18,6 +18,7 @@ from .dry_run import DryRun, all_plain_
 from .groups import Group, find_groups, skip_conflicts
 from .options import Filter, Rate, check_model, check_options, matches, rate_of
 from .other_schemes import drop_, patch_blocks_, readers_by_group
+from .parts import require_one_part
 from .profitability import default_align, device_and_dtype, not_profitable
 from .reasons import FILTERED, FROZEN, Reason, Skip
 from .recipes import attention as heads
@@ -39,6 +40,8 @@ def convert_(
     fold: str = "consumer",
     align: int | None = None,
     grads: str = "dense",
+    parts: int = 1,
+    ranks: str = "spread",
     filter: Filter = None,
     attention: str = "dims",
     stages: int | None = None,
@@ -65,10 +68,16 @@ def convert_(
         grads: ``"dense"``: every parameter gets an ordinary gradient. ``"compact"``: gradients of the slice's size, and
             SGD, Adam and AdamW update the slice alone: other units keep their weights and their state. It pays where
             parameters weigh more than activations. See :mod:`sliceout.compact`.
+        parts: cut the batch into so many equal parts, each with slices of its own: a weaker noise than one slice for
+            all samples, at the same arithmetic. Linear layers, their norms and attention have them, convolutions and
+            batch norms do not; the report says which groups keep one slice for the batch, and why. A batch that
+            ``parts`` does not divide has the largest number of parts that does. See :class:`~sliceout.Slice`.
+        ranks: with ``parts``, in distributed training: ``"spread"`` over the parts of all ranks, or ``"equal"``.
         filter: only groups all of whose producing and consuming layers match: name patterns (``"blocks.*.mlp.*"``) or
             a function of ``(module, name)``.
         attention: ``"dims"`` slices inside every head (queries and keys alike, values and output projection alike),
-            ``"heads"`` keeps a range of heads, ``"off"`` leaves attention alone.
+            ``"values"`` only the values of every head, ``"heads"`` keeps a range of heads, ``"off"`` leaves attention
+            alone.
         stages: only the first so many stages of inverted-bottleneck networks (the paper: 3).
         paper_exclusions: leave out the first residual block and the last one of each stage, as the paper does.
         example_inputs: what the model is called with: a tensor, a tuple, or a dict of keyword arguments. Guessed if
@@ -111,13 +120,16 @@ def convert_(
             rates[group], width = found
             group.reason = not_profitable(group, width, modules, device, dtype) if payoff else None
     skip_conflicts(groups)
+    if parts > 1:
+        require_one_part(model, groups, run.trace)
 
     def make(group: Group, scheme: str) -> Slice:
         read = not {m.role for m in group.members} <= {"out", "qk"}  # the temperature, not a norm, follows q and k
         alike = group.contracted or group.partner  # fused q, k and v
         return SCHEMES[scheme].make(
             group.size, rates[group], sampling=sampling, norm=norm if read else "none", align=aligns[group],
-            fold="consumer" if alike else fold, grads=grads, seed=seed,
+            fold="consumer" if alike else fold, grads=grads, seed=seed, ranks=ranks,
+            parts=1 if group.one_part else parts,
         )  # fmt: skip
 
     def apply(target: nn.Module, chosen: list[Group]) -> dict[Group, Slice]:

@@ -52,6 +52,10 @@ class Group:
     """Why it was skipped; ``None`` if it can be sliced."""
     partner: Group | None = None
     """The other part of a fused projection: both are sliced or neither."""
+    units: Dim = field(default_factory=list)
+    """What the trace calls them."""
+    one_part: Reason | None = None
+    """Why the whole batch shares one slice though parts were asked for."""
 
     def names(self, role: str) -> list[str]:
         return [m.module for m in self.members if m.role == role]
@@ -135,7 +139,7 @@ def _collect(modules: dict[str, nn.Module], uses: list[_Use], trace: Trace) -> d
             continue
         layer, flat = _layer(name), expand(dim)
         for i, atom in enumerate(flat):
-            group = found.setdefault(atom, Group(layer, atom.size, [], reason=atom.blocked))
+            group = found.setdefault(atom, Group(layer, atom.size, [], reason=atom.blocked, units=[atom]))
             group.contracted = list(dict.fromkeys(atom.contracted))
             group.batched = list(dict.fromkeys(atom.batched))
             before, after = math.prod(a.size for a in flat[:i]), math.prod(a.size for a in flat[i + 1 :])

@@ -11,12 +11,15 @@ from torch import nn
 
 from ..nn.base import Sliced
 from ..schemes import SCHEMES
-from ..slices import Slice, width_of
+from ..slices import Slice, check_choice, width_of
 
 Rate = float | Mapping[str, float] | Callable[[str], float | None] | None
 Filter = str | Iterable[str] | Callable[[nn.Module, str], bool] | None
 
+ATTENTION = ("dims", "values", "heads", "off")
 _WAY_OUT = {
+    "parts": "a batch has parts with scheme='sliceout' alone",
+    "ranks": "ranks are spread with scheme='sliceout' and parts= alone",
     "grads": "compact gradients go with scheme='sliceout'",
     "seed": "its masks come from torch's random state, call torch.manual_seed",
     "attention": "attention is about units, choose blocks with filter=",
@@ -44,11 +47,11 @@ def check_options(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None
     scheme, rate = given["scheme"], given["rate"]
     if scheme not in SCHEMES:
         raise ValueError(f"scheme={scheme!r}: expected one of {', '.join(map(repr, SCHEMES))}")
-    if given["attention"] not in ("dims", "heads", "off"):
-        raise ValueError(f"attention={given['attention']!r}: expected 'dims', 'heads' or 'off'")
+    check_choice("attention", given["attention"], ATTENTION)
     if given["stages"] is not None and given["stages"] < 1:
         raise ValueError(f"stages={given['stages']}: expected at least 1, or None for all")
-    Slice(8, 0.5, **{name: given[name] for name in ("sampling", "norm", "fold", "grads", "seed")})  # knows the names
+    # knows the names
+    Slice(8, 0.5, **{name: given[name] for name in ("sampling", "norm", "fold", "grads", "seed", "parts", "ranks")})
     for value in [rate] if isinstance(rate, (int, float)) else rate.values() if isinstance(rate, Mapping) else []:
         width_of(1 << 20, value, None)
     for name in SCHEMES[scheme].no_effect:

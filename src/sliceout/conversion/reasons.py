@@ -54,6 +54,7 @@ class Skip(StrEnum):
     CONFLICT = auto()  # another way to slice the same layers was chosen: of no interest to a user, so not printed
     ATTENTION_OFF = auto()
     ROTARY = auto()
+    FUSED_VALUES = auto()
     STEM = auto()
     STAGES = auto()
     NOT_EXPANDED = auto()
@@ -63,6 +64,7 @@ class Skip(StrEnum):
     RATE = auto()  # it keeps all units, too few of them, or cannot be met
     NOT_PROFITABLE = auto()
     NEGLIGIBLE = auto()
+    ONE_PART = auto()  # sliced, but with one slice for the whole batch
     # from other schemes
     NO_READER = auto()
     NOT_A_MAP = auto()

@@ -48,6 +48,11 @@ class Row:
         """Why it was skipped; ``str(reason)`` is the sentence, ``reason.code`` says what kind of reason it is."""
         return self.group.reason
 
+    @property
+    def one_part(self) -> Reason | None:
+        """Why the whole batch shares its slice though ``parts`` were asked for."""
+        return self.group.one_part if self.slice is not None else None
+
 
 @dataclass
 class Report:
@@ -103,11 +108,12 @@ class Report:
                     "name": r.name,
                     "kind": r.group.kind,
                     "size": r.group.size,
-                    **{key: getattr(r.slice, key, None) for key in ("width", "sampling", "norm", "grads")},
+                    **{key: getattr(r.slice, key, None) for key in ("width", "sampling", "norm", "grads", "parts")},
                     "members": [vars(m) for m in r.group.members],
                     "dropouts": r.group.dropouts,
                     "reason": r.reason and str(r.reason),
                     "code": r.reason and r.reason.code.value,
+                    "one_part": r.one_part and str(r.one_part),
                 }
                 for r in self.rows
             ],
@@ -126,13 +132,9 @@ class Report:
         lines += _shortened(_columns(table), 16, "groups")
         flops, activations = self.flop_saving, self.activation_saving
         lines.append(f"whole model: FLOPs {_percent(flops)}, activations {_percent(activations)} per training step")
-        by_reason: dict[str, list[Row]] = {}
-        for r in self.skipped:
-            if r.reason is None or r.reason.code is not Skip.CONFLICT:
-                by_reason.setdefault(pattern(str(r.reason or "")), []).append(r)
-        if by_reason:
-            left = [f"  {_listed([name for name, _ in _merged(rows)])}: {why}" for why, rows in by_reason.items()]
-            lines += ["left alone:", *_shortened(left, 6, "reasons")]
+        skipped = [r for r in self.skipped if r.reason is None or r.reason.code is not Skip.CONFLICT]
+        lines += _by_reason("one slice for the whole batch:", [(r, r.one_part) for r in sliced if r.one_part])
+        lines += _by_reason("left alone:", [(r, r.reason) for r in skipped])
         return "\n".join(line if len(line) <= _SCREEN else line[: _SCREEN - 3] + "..." for line in lines)
 
 
@@ -146,6 +148,15 @@ def _shortened(lines: list[str], most: int, what: str) -> list[str]:
     return [*lines[: most - 1], f"  ... and {len(lines) - most + 1} more {what}: see .rows"]
 
 
+def _by_reason(title: str, rows: list[tuple[Row, Reason | None]]) -> list[str]:
+    """The rows that have the same reason in one line, under a title."""
+    found: dict[str, list[Row]] = {}
+    for row, reason in rows:
+        found.setdefault(pattern(str(reason or "")), []).append(row)
+    lines = [f"  {_listed([name for name, _ in _merged(same)])}: {why}" for why, same in found.items()]
+    return [title, *_shortened(lines, 6, "reasons")] if lines else []
+
+
 def _listed(names: list[str], most: int = 3) -> str:
     return ", ".join(names) if len(names) <= most else f"{', '.join(names[:3])} and {len(names) - 3} more"
 
@@ -157,7 +168,9 @@ def _title(report: Report, sliced: list[Row]) -> str:
     # queries and keys have no norm of their own
     norms = dict.fromkeys(s.norm for g, s in made if g.names("in") or not g.contracted)
     compact = "; compact gradients" if any(s.grads == "compact" for _, s in made) else ""
-    settings = f"{', '.join(samplings)}; norm {', '.join(norms) or 'none'}{compact}"
+    most = max((s.parts for _, s in made), default=1)
+    parts = f"; {most} parts" if most > 1 else ""
+    settings = f"{', '.join(samplings)}; norm {', '.join(norms) or 'none'}{parts}{compact}"
     if report.scheme == "sliceout":
         return f"SliceOut: {report.model}, {groups} of units sliced ({settings})"
     if report.scheme == "patch":

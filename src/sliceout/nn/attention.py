@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..ops import take
 from ..slices import Axis, Take
 from .base import Sliced, _autocast_dtype
+from .mixing import linear
 
 
 class MultiheadAttention(Sliced, nn.MultiheadAttention):
@@ -70,9 +71,10 @@ class MultiheadAttention(Sliced, nn.MultiheadAttention):
         elif not self.batch_first:
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))
         dtype = None if self.out_proj.weight.dtype == torch.float64 else _autocast_dtype(query)
-        q, k, v = self._projected((query, key, value), dtype)
+        parts = self._parts(query, self._live("qk"), self._live("v"))
+        q, k, v = self._projected((query, key, value), dtype, parts)
         causal = is_causal and key_padding_mask is None and not need_weights  # then no mask need be read
-        mask = None if causal else self._mask(attn_mask, key_padding_mask, q)
+        mask = None if causal else self._mask(attn_mask, key_padding_mask, q, parts)
         weights: Tensor | None = None
         if need_weights:
             scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
@@ -82,8 +84,8 @@ class MultiheadAttention(Sliced, nn.MultiheadAttention):
             weights = weights.mean(1) if average_attn_weights else weights
         else:
             out = F.scaled_dot_product_attention(q, k, v, mask, self.dropout, is_causal=causal)
-        small = take(self.out_proj.weight, Take(None, self._live("v"), scale_cols=True), dtype)
-        out = F.linear(out.transpose(1, 2).flatten(2), small, self.out_proj.bias)
+        small = take(self.out_proj.weight, Take(None, self._live("v"), scale_cols=True), dtype, parts=parts)
+        out = linear(out.transpose(1, 2).flatten(2), small, self.out_proj.bias)
         if not batched:
             return out.squeeze(0), None if weights is None else weights.squeeze(0)
         return out if self.batch_first else out.transpose(0, 1), weights
@@ -92,7 +94,7 @@ class MultiheadAttention(Sliced, nn.MultiheadAttention):
         axis = self.axes.get(role) or self.axes.get("heads")
         return axis if axis is not None and axis.slice.sliced else None
 
-    def _projected(self, inputs: tuple[Tensor, ...], dtype: torch.dtype | None) -> list[Tensor]:
+    def _projected(self, inputs: tuple[Tensor, ...], dtype: torch.dtype | None, parts: int) -> list[Tensor]:
         """Queries, keys and values by heads, from the kept part of the three projections."""
         weights: Any = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         if self._qkv_same_embed_dim:
@@ -102,11 +104,12 @@ class MultiheadAttention(Sliced, nn.MultiheadAttention):
         out = []
         for x, weight, bias, role in zip(inputs, weights, biases, ("qk", "qk", "v"), strict=True):
             taken = Take(self._live(role))
-            small = None if bias is None else take(bias, taken, dtype)
-            out.append(F.linear(x, take(weight, taken, dtype), small).unflatten(-1, (heads, -1)).transpose(1, 2))
+            small = None if bias is None else take(bias, taken, dtype, parts=parts)
+            projected = linear(x, take(weight, taken, dtype, parts=parts), small)
+            out.append(projected.unflatten(-1, (heads, -1)).transpose(1, 2))
         return out
 
-    def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
+    def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, parts: int) -> Tensor | None:
         """Both masks as one additive mask that broadcasts over ``[batch, heads, queries, keys]``."""
         masks = []
         if attn_mask is not None:
@@ -114,7 +117,9 @@ class MultiheadAttention(Sliced, nn.MultiheadAttention):
             if attn_mask.dim() == 3:
                 attn_mask = attn_mask.unflatten(0, (-1, self.num_heads))
                 if "heads" in self.axes:
-                    attn_mask = take(attn_mask, Take(None, self.axes["heads"].slice.axis()))
+                    of_heads = Take(None, self.axes["heads"].slice.axis())
+                    each = (take(m, of_heads, parts=parts) for m in attn_mask.chunk(parts))  # its own for every part
+                    attn_mask = torch.cat([m[i] if parts > 1 else m for i, m in enumerate(each)])
             masks.append(attn_mask)
         if padding is not None:
             masks.append(_additive(padding, q)[:, None, None, :])

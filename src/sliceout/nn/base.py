@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .. import compact, drawing, stepping
 from ..compact import gradient_leaves
 from ..ops import GradientLeaf
-from ..slices import Axis, ConcatAxis, Slice, Take
+from ..slices import Axis, ConcatAxis, Slice, Take, parts_of
 
 
 class _Signature:
@@ -55,6 +55,9 @@ class Sliced:
     _made_anew: tuple[str, ...] = ("_gradient_leaves",)
     """More of them, which a layer makes for itself and a copy of it anew."""
 
+    one_part: str = ""
+    """Why its slices have one start for the whole batch; empty if each part of a batch may have its own."""
+
     training: bool
     axes: dict[str, Axis]
     """The slices by role: ``in`` and ``out``, or ``unit`` for a layer that treats each unit by itself."""
@@ -76,6 +79,8 @@ class Sliced:
     @classmethod
     def bind(cls, layer: Any, axes: dict[str, Axis]) -> None:
         """Check that the slices fit ``layer``, which may be plain yet, and raise if not."""
+        if cls.one_part and any(s.parts > 1 for a in axes.values() for s in a.slices):
+            raise ValueError(f"{type(layer).__name__} takes slices with parts=1 only: {cls.one_part}")
         for role, name in zip(cls.roles, cls.sizes, strict=False):
             _check_size(layer, axes.get(role), getattr(layer, name), name)
 
@@ -160,12 +165,17 @@ class Sliced:
                     return held[name]
         return getattr(self, name)
 
-    # -- which slices are live in this call ----------------------------------------------------------------------------
+    # -- which slices are live in this call, and in how many parts of the batch ----------------------------------------
 
     def _arrived(self, role: str, width: int) -> Axis | None:
         """The axis if the input comes in sliced, ``None`` if it comes in full."""
         axis = self.axes.get(role)
         return axis if axis is not None and width == axis.width and width != axis.size else None
+
+    @staticmethod
+    def _parts(x: Tensor, *axes: Axis | None) -> int:
+        """How many parts the batch ``x`` has; one if it is a single sample without that dimension."""
+        return parts_of(x.shape[0], *axes) if x.dim() > 1 else 1
 
     def _started(self) -> Axis | None:
         """The output axis if this call makes it sliced."""

@@ -73,6 +73,7 @@ class ForeignLayer(Substituting):
     """A layer that keeps its own forward, in front of the class that says what is taken of it (``_small_for``)."""
 
     _kept_for_slices = (*Sliced._kept_for_slices, "_substitutes", "_unit_dim")
+    one_part = "it keeps its own forward, which knows of one weight"
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         small = self._small_for(x)  # type: ignore[attr-defined]

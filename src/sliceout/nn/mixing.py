@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -30,13 +31,13 @@ class Mixing(Sliced):
         out, into = self._live(x)
         return None if out is None and into is None else self._small(out, into, x)
 
-    def _small(self, out: Axis | None, into: Axis | None, like: Tensor) -> dict[str, Any]:
+    def _small(self, out: Axis | None, into: Axis | None, like: Tensor, parts: int = 1) -> dict[str, Any]:
         """The kept part of weight and bias, normalisation included, in the dtype the product will run in."""
         weight, bias = self._found("weight"), self._found("bias")
         dtype = None if weight.dtype == torch.float64 else _autocast_dtype(like)  # autocast leaves float64 alone
         takes, leaves = self._takes(out, into), self._gradient_leaves
-        weight = take(weight, takes["weight"], dtype, leaves.get("weight"))
-        bias = None if bias is None else take(bias, takes["bias"], dtype, leaves.get("bias"))
+        weight = take(weight, takes["weight"], dtype, leaves.get("weight"), parts)
+        bias = None if bias is None else take(bias, takes["bias"], dtype, leaves.get("bias"), parts)
         return {"weight": weight, "bias": bias}
 
     def takes(self) -> dict[str, Take]:
@@ -62,6 +63,17 @@ class Mixing(Sliced):
             bias, beta = _without_gain(takes["bias"])
             y = torch.addmm(take(self.bias, bias), flat, small, beta=beta, alpha=alpha)
         return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear``, also with a weight and a bias for each part of the batch: ``[parts, out(, in)]``."""
+    if weight.dim() == 2:
+        return F.linear(x, weight, bias)
+    rows = math.prod(x.shape[:-1]) // weight.shape[0]
+    y = torch.bmm(x.reshape(weight.shape[0], rows, x.shape[-1]), weight.mT)
+    if bias is not None:
+        y = y + (bias[:, None] if bias.dim() == 2 else bias)
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _without_gain(t: Take) -> tuple[Take, float]:
@@ -91,9 +103,10 @@ class Linear(Mixing, nn.Linear):
         out, into = self._live(x)
         if out is None and into is None:
             return super().forward(x)
-        if host_knows_start(x) and _autocast_dtype(x) is None:
+        parts = self._parts(x, out, into)
+        if parts == 1 and host_knows_start(x) and _autocast_dtype(x) is None:
             return self._linear_by_views(x, out, into)
-        return F.linear(x, **self._small(out, into, x))
+        return linear(x, **self._small(out, into, x, parts))
 
 
 class Conv1D(Mixing, nn.Module):
@@ -116,9 +129,12 @@ class Conv1D(Mixing, nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out, into = self._live(x)
-        if host_knows_start(x) and (out or into) and _autocast_dtype(x) is None:
+        parts = self._parts(x, out, into)
+        if parts == 1 and host_knows_start(x) and (out or into) and _autocast_dtype(x) is None:
             return self._linear_by_views(x, out, into)
-        small = self._small(out, into, x)
+        small = self._small(out, into, x, parts)
+        if parts > 1:
+            return linear(x, small["weight"].mT, small["bias"])
         y = torch.addmm(small["bias"], x.reshape(-1, x.shape[-1]), small["weight"])  # as in transformers
         return y.view(*x.shape[:-1], y.shape[-1])
 
@@ -127,6 +143,7 @@ class Conv(Mixing):
     """Convolutions: slices on channels; with ``groups``, either inside every group or whole groups."""
 
     sizes = ("in_channels", "out_channels")
+    one_part = "with 8 parts a Wide ResNet learned worse (docs/design.md)"
     groups: int
     kernel_size: tuple[int, ...]
 

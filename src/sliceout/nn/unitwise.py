@@ -27,20 +27,36 @@ class _Unitwise(Sliced):
     def takes(self) -> dict[str, Take]:
         return {name: Take(self.axes.get("unit")) for name in self._parameters}  # type: ignore[attr-defined]
 
-    def _small(self, name: str, axis: Axis) -> Any:
+    def _small(self, name: str, axis: Axis, parts: int = 1) -> Any:
         """The kept entries of a parameter, if there is one."""
         p = self._found(name)
-        return None if p is None else take(p, Take(axis), leaf=self._gradient_leaves.get(name))
+        return None if p is None else take(p, Take(axis), leaf=self._gradient_leaves.get(name), parts=parts)
 
     def _pair(self, axis: Axis) -> tuple[Any, Any]:
         """Those of weight and bias."""
         return self._small("weight", axis), self._small("bias", axis)
+
+    def _in_parts(self, x: Tensor, name: str, axis: Axis, parts: int) -> tuple[Tensor, Any]:
+        """``x`` with its parts as a dimension in front, and the kept entries of a parameter to go with it."""
+        x, small, dim = x.unflatten(0, (parts, -1)), self._small(name, axis, parts), self.unit_dim
+        if small is not None:
+            small = small.view(parts, *(-1 if d == dim % (x.dim() - 1) else 1 for d in range(x.dim() - 1)))
+        return x, small
+
+    def _affine(self, x: Tensor, axis: Axis, parts: int) -> Tensor:
+        """What a norm does last, with a weight and a bias for each part of the batch."""
+        for name, combine in (("weight", torch.mul), ("bias", torch.add)):
+            if name in self._parameters:  # type: ignore[attr-defined]  # RMSNorm has no bias
+                y, small = self._in_parts(x, name, axis, parts)
+                x = x if small is None else combine(y, small).flatten(0, 1)
+        return x
 
 
 class _BatchNorm(_Unitwise):
     """Batch norm over the kept channels; the running statistics of the others stay as they are."""
 
     sizes = ("num_features",)
+    one_part = "the whole batch shares the statistics of a batch norm"
     _made_anew = (*Sliced._made_anew, "_statistics")
     _statistics: views.InPlace | None = None
     momentum: float | None
@@ -115,6 +131,9 @@ class GroupNorm(_Unitwise, nn.GroupNorm):
 
     def _forward(self, x: Tensor, axis: Axis) -> Tensor:
         groups = self.num_groups if axis.blocks == self.num_groups else axis.blocks * axis.slice.width
+        parts = self._parts(x, axis)
+        if parts > 1:
+            return self._affine(F.group_norm(x, groups, eps=self.eps), axis, parts)
         return F.group_norm(x, groups, *self._pair(axis), self.eps)
 
 
@@ -135,6 +154,9 @@ class LayerNorm(_LastNorm, nn.LayerNorm):
     """``nn.LayerNorm`` over a sliced last dimension: mean and variance are those of the kept units."""
 
     def _forward(self, x: Tensor, axis: Axis) -> Tensor:
+        parts = self._parts(x, axis)
+        if parts > 1:
+            return self._affine(F.layer_norm(x, (axis.width,), eps=self.eps), axis, parts)
         return F.layer_norm(x, (axis.width,), *self._pair(axis), self.eps)
 
 
@@ -142,6 +164,9 @@ class RMSNorm(_LastNorm, nn.RMSNorm):
     """``nn.RMSNorm`` over a sliced last dimension: the mean square is that of the kept units."""
 
     def _forward(self, x: Tensor, axis: Axis) -> Tensor:
+        parts = self._parts(x, axis)
+        if parts > 1:
+            return self._affine(F.rms_norm(x, (axis.width,), eps=self.eps), axis, parts)
         return F.rms_norm(x, (axis.width,), self._small("weight", axis), self.eps)
 
 
@@ -151,6 +176,10 @@ class PReLU(_Unitwise, nn.PReLU):
     sizes = ("num_parameters",)
 
     def _forward(self, x: Tensor, axis: Axis) -> Tensor:
+        parts = self._parts(x, axis)
+        if parts > 1:
+            y, weight = self._in_parts(x, "weight", axis, parts)
+            return torch.where(y > 0, y, y * weight).flatten(0, 1)
         return F.prelu(x, self._small("weight", axis))
 
 
@@ -167,8 +196,14 @@ class LayerScale(_Unitwise, nn.Module):
     def bind(cls, layer: Any, axes: dict[str, Axis]) -> None:
         _check_size(layer, axes["unit"], layer.gamma.shape[0], "dim")
 
+    unit_dim = -1
+
     def forward(self, x: Tensor) -> Tensor:
         axis = self._arrived("unit", x.shape[-1])
+        parts = self._parts(x, axis)
+        if axis is not None and parts > 1:
+            y, gamma = self._in_parts(x, "gamma", axis, parts)
+            return (y.mul_(gamma) if self.inplace else y * gamma).flatten(0, 1)
         gamma = self.gamma if axis is None else self._small("gamma", axis)
         return x.mul_(gamma) if self.inplace else x * gamma
 

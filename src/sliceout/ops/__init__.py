@@ -58,7 +58,9 @@ def without_views() -> Iterator[None]:
         _views_allowed.reset(before)
 
 
-def take(full: Tensor, t: Take, dtype: torch.dtype | None = None, leaf: GradientLeaf | None = None) -> Tensor:
+def take(
+    full: Tensor, t: Take, dtype: torch.dtype | None = None, leaf: GradientLeaf | None = None, parts: int = 1
+) -> Tensor:
     """The part of ``full`` that ``t`` describes, at the starts of this step.
 
     Args:
@@ -66,28 +68,38 @@ def take(full: Tensor, t: Take, dtype: torch.dtype | None = None, leaf: Gradient
         t: which slices lie along dimensions 0 and 1, and which normalisations are multiplied in.
         dtype: of the result; the gradient comes back in the dtype of ``full``.
         leaf: what receives the compact gradient of ``full`` in a compiled graph.
+        parts: of the batch (see ``slices.parts_of``). From two on the result has one more dimension in front, with what
+            each part takes.
     """
     rows, cols, scale_rows, scale_cols = t
+    stacked = parts if parts > 1 else 0
     if rows is None and cols is None:
-        return full if dtype is None else full.to(dtype)
+        whole = full if dtype is None else full.to(dtype)
+        return whole.expand(parts, *full.shape) if stacked else whole
     compiling = torch.compiler.is_compiling()
     if not compiling and prefetch.usable(full):
-        small = prefetch.take(full, t, dtype)
+        small = prefetch.take(full, t, dtype, stacked)
         if small is not None:
             return small
     if isinstance(rows, ConcatAxis) or isinstance(cols, ConcatAxis):
-        return _take_sections(full, t, dtype)
+        return _take_sections(full, t, dtype, parts)
     for dim, axis in enumerate((rows, cols)):
         if axis is not None and full.shape[dim] != axis.size:
             raise ValueError(
                 f"dimension {dim} of shape {tuple(full.shape)} does not match {axis}, which covers {axis.size}"
             )
     if host_knows_start(full) and t.simple:
+        if stacked and not views.transformed():
+            at = [Placement.now(t, part) for part in range(parts)]
+            return views.TakeParts.apply(full, at, dtype or full.dtype)  # type: ignore[no-any-return]
+        if stacked:
+            each = (views.take_with_grad(full, Placement.now(t, i), dtype or full.dtype) for i in range(parts))
+            return torch.stack(list(each))
         compact = t.compact and full.is_leaf and not views.transformed()
         return views.take_with_grad(full, Placement.now(t), dtype or full.dtype, compact)
     args = (
-        None if rows is None else rows.slice.start,
-        None if cols is None else cols.slice.start,
+        None if rows is None else _starts(rows, stacked),
+        None if cols is None else _starts(cols, stacked),
         [] if rows is None else rows.geometry,
         [] if cols is None else cols.geometry,
         rows.slice.scale if rows is not None and scale_rows else None,
@@ -96,7 +108,13 @@ def take(full: Tensor, t: Take, dtype: torch.dtype | None = None, leaf: Gradient
     )
     if leaf is not None and compiling and _receives(leaf, full, args[2], args[3]):
         return torch.ops.sliceout.take(full.detach(), *args, leaf.leaf)  # type: ignore[no-any-return]
-    return torch.ops.sliceout.take(full, *args)  # type: ignore[no-any-return]
+    return torch.ops.sliceout.take(full, *args, None, stacked)  # type: ignore[no-any-return]
+
+
+def _starts(axis: Axis, stacked: int) -> Tensor:
+    """As the op reads them: a batch that cannot be cut into parts has the start of the first."""
+    s = axis.slice
+    return s.start if stacked or s.parts == 1 else s.start[:1]
 
 
 def _receives(leaf: GradientLeaf, full: Tensor, rows: list[int], cols: list[int]) -> bool:
@@ -108,16 +126,17 @@ def _receives(leaf: GradientLeaf, full: Tensor, rows: list[int], cols: list[int]
     )
 
 
-def _take_sections(full: Tensor, t: Take, dtype: torch.dtype | None) -> Tensor:
+def _take_sections(full: Tensor, t: Take, dtype: torch.dtype | None, parts: int) -> Tensor:
     """Fused projections: each section of a ``ConcatAxis`` is taken by its own slice."""
     dim, fused = (0, t.rows) if isinstance(t.rows, ConcatAxis) else (1, t.cols)
     assert isinstance(fused, ConcatAxis)
     taken, offset = [], 0
     for axis in fused.sections:
         section = full.narrow(dim, offset, axis.size)
-        taken.append(take(section, t._replace(rows=axis) if dim == 0 else t._replace(cols=axis), dtype))
+        one = t._replace(rows=axis) if dim == 0 else t._replace(cols=axis)
+        taken.append(take(section, one, dtype, parts=parts))
         offset += axis.size
-    return torch.cat(taken, dim)
+    return torch.cat(taken, dim + (parts > 1))
 
 
 def in_place(rows: Axis | ConcatAxis, full: Tensor) -> TypeGuard[Axis]:

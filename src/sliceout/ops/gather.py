@@ -5,15 +5,17 @@ Needs Triton: imported by ``prefetch`` where it fetches.
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..slices import Take
-from . import library, multi_tensor, views
+from . import library, multi_tensor, reference, views
 from .placement import Place, Placement, TensorSpec, address_key, compact_gradient, empty_small, memory_format
 
 _users = getattr(torch._C, "_storage_Use_Count", None)  # how many tensors share a memory; without it none is kept
@@ -22,8 +24,9 @@ _users = getattr(torch._C, "_storage_Use_Count", None)  # how many tensors share
 class TakeLayout:
     """Shapes and numbers of a take. Held by the graph, so it must not hold the slices, which hold what was fetched."""
 
-    def __init__(self, full: Tensor, t: Take, dtype: torch.dtype | None) -> None:
+    def __init__(self, full: Tensor, t: Take, dtype: torch.dtype | None, parts: int = 0) -> None:
         axes = t.simple_axes
+        self.parts = parts
         self.cuts = [(a.slice.start, a.slice.width) for a in t.axes]
         self.spec, self.strides = TensorSpec.of(full), full.stride()
         self.dtype = dtype or full.dtype
@@ -32,7 +35,7 @@ class TakeLayout:
         self.factors = t.factors
         self.compact = t.compact
         self.readable = multi_tensor.supports(full)
-        self.table_rows: dict[bool, tuple[int, ...]] = {}  # by whether the full tensor is walked
+        self.put_row: tuple[int, ...] | None = None  # of a table
 
     def fits(self, full: Tensor, t: Take) -> bool:
         every = zip(t.axes, self.cuts, strict=True)
@@ -40,12 +43,23 @@ class TakeLayout:
         shape, _, dtype = self.spec
         return same_cuts and full.stride() == self.strides and full.dtype is dtype and full.shape == shape
 
-    def piece(self, full: Tensor, small: Tensor, walk_full: bool) -> multi_tensor.Piece:
-        piece = multi_tensor.Piece(full, small, self.rows, self.cols, *self.factors)
-        if walk_full not in self.table_rows:
-            self.table_rows[walk_full] = multi_tensor.layout(piece, walk_full)
-        piece.layout = self.table_rows[walk_full]
+    def put_piece(self, full: Tensor, small: Tensor) -> multi_tensor.Piece:
+        """To put a gradient into place; those of several parts are added up."""
+        piece = multi_tensor.Piece(full, small, self.rows, self.cols, *self.factors, parts=max(self.parts, 1))
+        if self.put_row is None:
+            self.put_row = multi_tensor.layout(piece, walk_full=True)
+        piece.layout = self.put_row
         return piece
+
+    def take_pieces(self, full: Tensor, small: Tensor) -> list[multi_tensor.Piece]:
+        """To take from ``full``; a piece for each part."""
+        if not self.parts:
+            return [multi_tensor.Piece(full, small, self.rows, self.cols, *self.factors)]
+        pieces = []
+        for i in range(self.parts):
+            rows, cols = (s and (reference.start_of(s[0], i), s[1]) for s in (self.rows, self.cols))
+            pieces.append(multi_tensor.Piece(full, small[i], rows, cols, *self.factors))
+        return pieces
 
 
 class Batch:
@@ -62,15 +76,16 @@ class Batch:
         self.addresses = self.key[: len(fulls)]
         self.cuts = [(s, s.start, s.width) for s in dict.fromkeys(a.slice for t in takes for a in t.axes)]
         self.steady = _users is not None and all(form.readable for form in layouts)
-        pieces = []
+        pieces, self.memory, self.copies = [], list[Tensor](), list[Tensor]()
         with torch.inference_mode(False):  # memory that autograd may see at another time
             for form, full in zip(layouts, fulls, strict=True):
-                small = empty_small(full, form.row_geometry, form.col_geometry, form.dtype)
+                small = empty_small(full, form.row_geometry, form.col_geometry, form.dtype, form.parts)
                 source = full if form.readable else full.detach().contiguous(memory_format=memory_format(full))
-                pieces.append(form.piece(source, small, walk_full=False))
+                pieces += form.take_pieces(source, small)
+                self.memory.append(small)
+                self.copies += [] if form.readable else [source]
         self.plan = multi_tensor.LaunchPlan(pieces, walk_full=False, fixed=True)
-        self.memory = [piece.small for piece in pieces]
-        self.copies = [piece.full for piece, form in zip(pieces, layouts, strict=True) if not form.readable]
+        del pieces, small  # which share the memory whose users are counted
         self.layout = BatchLayout(takes, layouts, [t.stride() for t in self.memory])
         self.storages = [t.untyped_storage() for t in self.memory]
         self.cells = [s._cdata for s in self.storages]
@@ -105,10 +120,10 @@ class BatchLayout:
         self.dense = not any(form.compact for form in layouts)
         self.puts: multi_tensor.LaunchPlan | None = None  # once it is known how gradients come
 
-    def starts(self) -> list[int | None]:
-        """Where the slices lie now; ``None`` if the model is gone."""
+    def starts(self) -> list[Sequence[int] | None]:
+        """Where the slices lie now, part by part; ``None`` if the model is gone."""
         live = [ref() for ref, _ in self.axes]
-        return [None if a is None else a.slice.start_on_host for a in live]
+        return [None if a is None else a.slice.starts_on_host for a in live]
 
     def usual(self, grads: tuple[Tensor | None, ...]) -> bool:
         """Whether all gradients have come, and lie as they do in every step."""
@@ -120,20 +135,23 @@ class BatchLayout:
         fulls = [form.spec.empty(grads[0].device) for form in self.entries]
         if self.puts is None:
             every = zip(self.entries, fulls, grads, strict=True)
-            pieces = [form.piece(full, grad, walk_full=True) for form, full, grad in every]
+            pieces = [form.put_piece(full, grad) for form, full, grad in every]
             self.puts = multi_tensor.LaunchPlan(pieces, walk_full=True)
         for column, tensors in enumerate((fulls, grads)):
             self.puts.replace(column, map(Tensor.data_ptr, tensors))
         multi_tensor.put(self.puts)
         return fulls
 
-    def placements(self, starts: list[int]) -> list[Placement]:
-        """Where the entries lay when the slices had these starts."""
-        places = [Place(start, geometry, axis()) for start, (axis, geometry) in zip(starts, self.axes, strict=True)]
+    def placements(self, i: int, starts: list[Sequence[int]]) -> list[Placement]:
+        """Where the entries of the ``i``-th take lay when the slices had these starts, part by part."""
         found = []
-        for sides, form in zip(self.sides, self.entries, strict=True):
-            rows, cols = (None if a is None else places[a] for a in sides)
-            found.append(Placement(rows, cols, *form.factors))
+        for part in range(max(self.entries[i].parts, 1)):
+            places: list[Place | None] = []
+            for a in self.sides[i]:
+                axis, geometry = (None, []) if a is None else self.axes[a]
+                places.append(None if a is None else Place(starts[a][part % len(starts[a])], geometry, axis()))  # type: ignore[misc]
+            rows, cols = places
+            found.append(Placement(rows, cols, *self.entries[i].factors))
         return found
 
 
@@ -165,13 +183,12 @@ class Gather(views.Function):
                 apart.append((i, grad))
                 continue
             full = out[i] = form.spec.empty(grad.device)
-            pieces.append(form.piece(full, grad, walk_full=True))
+            pieces.append(form.put_piece(full, grad))
         if pieces:
             multi_tensor.put(pieces)
-        if apart:
-            at = layout.placements(ctx.starts)
-            for i, grad in apart:
-                form = layout.entries[i]
-                make = compact_gradient if form.compact and not whole else library.put
-                out[i] = make(grad, form.spec, at[i])
+        for i, grad in apart:
+            form, at = layout.entries[i], layout.placements(i, ctx.starts)
+            make = compact_gradient if form.compact and not whole else library.put
+            each = zip(grad if form.parts else [grad], at, strict=True)
+            out[i] = functools.reduce(torch.add, [make(small, form.spec, one) for small, one in each])
         return None, *out

@@ -46,16 +46,19 @@ def find_tile(table, owner, FIELDS: tl.constexpr, VECTOR: tl.constexpr, BLOCK: t
     """The row of the table, the first entry of this tile, and whether entries can be moved together."""
     program = tl.program_id(0)
     d = table + tl.load(owner + program) * FIELDS
-    first = (program - tl.load(d + 21).to(tl.int32)) * BLOCK
-    start = tl.load(tl.load(d + 14).to(tl.pointer_type(tl.int64))) * tl.load(d + 17)
+    first = (program - tl.load(d + 25).to(tl.int32)) * BLOCK
+    starts = tl.load(d + 14).to(tl.pointer_type(tl.int64))
+    rest = tl.load(starts) * tl.load(d + 17) % VECTOR
+    for part in range(1, tl.load(d + 21).to(tl.int32)):
+        rest += tl.load(starts + part * tl.load(d + 24)) * tl.load(d + 17) % VECTOR
     addresses = tl.load(d) | tl.load(d + 1) | tl.load(d + 2) | tl.load(d + 3) | tl.load(d + 4)
-    return d, first, (tl.load(d + 9) != 0) & (start % VECTOR == 0) & (addresses % 16 == 0)
+    return d, first, (tl.load(d + 9) != 0) & (rest == 0) & (addresses % 16 == 0)
 
 
 @triton.jit
-def run_of(d, VECTOR: tl.constexpr):
-    """Start, size and width of the rows (``d + 10``) or columns (``d + 14``) that are kept."""
-    start = tl.load(tl.load(d).to(tl.pointer_type(tl.int64))).to(tl.int32) * tl.load(d + 3).to(tl.int32)
+def run_of(d, VECTOR: tl.constexpr, at=0):
+    """Start, size and width of the rows (``d + 10``) or columns (``d + 14``) that are kept; ``at``: which start."""
+    start = tl.load(tl.load(d).to(tl.pointer_type(tl.int64)) + at).to(tl.int32) * tl.load(d + 3).to(tl.int32)
     return start // VECTOR, tl.load(d + 1).to(tl.int32) // VECTOR, tl.load(d + 2).to(tl.int32) // VECTOR
 
 
@@ -141,6 +144,24 @@ def _copy(
 
 
 @triton.jit
+def _added_up(d, r, c, inside, small, WIDE: tl.constexpr, VECTOR: tl.constexpr):
+    """What the parts of the batch put there, part after part; and the places in their blocks."""
+    rr, row_kept, row_place = target(r, *run_of(d + 10, 1))
+    cc, col_kept, col_place = target(c, *run_of(d + 14, VECTOR))
+    there = (inside & row_kept & col_kept)[:, None]
+    value = tl.load(small + mapped_entries(d, rr, cc, VECTOR), mask=there, other=0).to(
+        tl.float64 if WIDE else tl.float32
+    )
+    for part in range(1, tl.load(d + 21).to(tl.int32)):
+        rr, row_kept, row_place = target(r, *run_of(d + 10, 1, part * tl.load(d + 23)))
+        cc, col_kept, col_place = target(c, *run_of(d + 14, VECTOR, part * tl.load(d + 24)))
+        there = (inside & row_kept & col_kept)[:, None]
+        at = small + part * tl.load(d + 22) + mapped_entries(d, rr, cc, VECTOR)
+        value += tl.load(at, mask=there, other=0).to(tl.float64 if WIDE else tl.float32)
+    return value, row_place, col_place
+
+
+@triton.jit
 def _copy_tile(
     d, first, PUT: tl.constexpr, FULL: tl.constexpr, SMALL: tl.constexpr, WIDE: tl.constexpr,
     VECTOR: tl.constexpr, BLOCK: tl.constexpr,
@@ -149,16 +170,13 @@ def _copy_tile(
     full = pointer_to(tl.load(d), FULL, VECTOR)
     small = pointer_to(tl.load(d + 1), SMALL, VECTOR)
     if PUT:
-        rr, row_kept, row_place = target(r, *run_of(d + 10, 1))
-        cc, col_kept, col_place = target(c, *run_of(d + 14, VECTOR))
-        kept = inside & row_kept & col_kept
-        value = tl.load(small + mapped_entries(d, rr, cc, VECTOR), mask=kept[:, None], other=0)
+        value, row_place, col_place = _added_up(d, r, c, inside, small, WIDE, VECTOR)
     else:
         rr, row_place = source(r, *run_of(d + 10, 1))
         cc, col_place = source(c, *run_of(d + 14, VECTOR))
-        kept = inside
-        value = tl.load(full + mapped_entries(d, rr, cc, VECTOR), mask=kept[:, None], other=0)
-    value = scaled(value.to(tl.float64 if WIDE else tl.float32), d, row_place, col_place, kept, VECTOR)
+        value = tl.load(full + mapped_entries(d, rr, cc, VECTOR), mask=inside[:, None], other=0)
+        value = value.to(tl.float64 if WIDE else tl.float32)
+    value = scaled(value, d, row_place, col_place, inside, VECTOR)
     if PUT:
         tl.store(full + entries(i, VECTOR), value.to(FULL), mask=inside[:, None])
     else:

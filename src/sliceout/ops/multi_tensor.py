@@ -24,10 +24,12 @@ from . import kernels, tables
 from .placement import is_channels_last, memory_format
 
 BLOCK = 2048
-FIELDS = 22
+FIELDS = 26
 """Of a row of the table: 0 full, 1 small, 2-4 state, 5 step; 6 rows and 7 columns of the tensor that is walked,
 8 columns of the other one, 9 whether its runs are groups of VECTOR; start, size, width, inner of 10-13 rows and
-14-17 columns, in entries; 18 row scale, 19 column scale, 20 gain; 21 the first tile."""
+14-17 columns, in entries; 18 row scale, 19 column scale, 20 gain; 21 parts of the batch that are added up, 22 entries
+of ``small`` for each, steps from the start of one part to that of the next in 23 rows, 24 columns; 25 the first tile.
+"""
 _ADDRESSES = 6
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float64: tl.float64}
 
@@ -45,6 +47,8 @@ class Piece:
     col_scale: Tensor | None = None
     state: tuple[Tensor, ...] = ()
     step: Tensor | None = None
+    parts: int = 1
+    """If more than one: ``small`` has so many in front, which ``put`` adds up."""
 
     layout: tuple[int, ...] | None = None
     """What :func:`layout` says of this piece, where somebody has kept it."""
@@ -80,8 +84,19 @@ def layout(piece: Piece, walk_full: bool) -> tuple[int, ...]:
     sides = [None if side is None else (side[0].data_ptr(), *side[1]) for side in (piece.rows, piece.cols)]
     scales = [0 if s is None else s.data_ptr() for s in (piece.row_scale, piece.col_scale)]
     full = piece.full
+    small = piece.small.shape[1:] if piece.parts > 1 else piece.small.shape
+    each = [int(piece.parts > 1 and side is not None and len(side[0]) > 1) for side in (piece.rows, piece.cols)]
     return _layout(
-        walk_full, full.shape, piece.small.shape, is_channels_last(full), full.device, piece.gain, *sides, *scales
+        walk_full,
+        full.shape,
+        small,
+        is_channels_last(full),
+        full.device,
+        piece.gain,
+        *sides,
+        *scales,
+        piece.parts,
+        *each,
     )
 
 
@@ -89,6 +104,7 @@ def layout(piece: Piece, walk_full: bool) -> tuple[int, ...]:
 def _layout(
     walk_full: bool, full: torch.Size, small: torch.Size, channels_last: bool, device: torch.device, gain: float,
     rows: tuple[int, ...] | None, cols: tuple[int, ...] | None, row_scale: int, col_scale: int,
+    parts: int, row_step: int, col_step: int,
 ) -> tuple[int, ...]:  # fmt: skip
     """:func:`layout` by shapes and addresses.
 
@@ -96,9 +112,9 @@ def _layout(
     row: a slice of rows is a run of entries as well.
     """
     walked, mapped = (full, small) if walk_full else (small, full)
-    scales = row_scale, col_scale
+    scales, steps = (row_scale, col_scale), (row_step, col_step)
     if cols is None:
-        rows, cols, scales, behind = None, rows, scales[::-1], math.prod(full[1:])
+        rows, cols, scales, steps, behind = None, rows, scales[::-1], steps[::-1], math.prod(full[1:])
         n_rows, n_cols, mapped_cols = 1, math.prod(walked), math.prod(mapped)
     else:
         behind = 1 if channels_last else math.prod(full[2:])
@@ -108,7 +124,20 @@ def _layout(
     in_groups = together and all(s % 16 == 0 for s in scales)
     gain_bits = struct.unpack("q", struct.pack("d", gain))[0]
     tiles = triton.cdiv(n_rows * n_cols, BLOCK)
-    return n_rows, n_cols, mapped_cols, int(in_groups), *row_run, *col_run, *scales, gain_bits, tiles
+    runs = *row_run, *col_run
+    return (
+        n_rows,
+        n_cols,
+        mapped_cols,
+        int(in_groups),
+        *runs,
+        *scales,
+        gain_bits,
+        parts,
+        math.prod(small),
+        *steps,
+        tiles,
+    )
 
 
 def _run(side: tuple[int, ...] | None, whole: int, behind: int, device: torch.device) -> tuple[int, int, int, int]:
@@ -241,6 +270,7 @@ def put(pieces: list[Piece] | LaunchPlan) -> None:
         plan = pieces
     else:
         for p in pieces:
-            p.small = p.small.contiguous(memory_format=memory_format(p.full))
+            layout = memory_format(p.full) if p.parts == 1 else torch.contiguous_format
+            p.small = p.small.contiguous(memory_format=layout)
         plan = LaunchPlan(pieces, walk_full=True)
     plan.run(kernels.put_kernel)

@@ -66,20 +66,23 @@ def dense(t: Tensor, channels_last: bool) -> Tensor:
     return t.as_strided(t.shape, strides_of(tuple(t.shape), channels_last))
 
 
-def small_shape(shape: Sequence[Any], rows: list[int], cols: list[int]) -> list[Any]:
-    """The shape of what ``take`` makes of a tensor of this ``shape``."""
+def small_shape(shape: Sequence[Any], rows: list[int], cols: list[int], parts: int = 0) -> list[Any]:
+    """The shape of what ``take`` makes of a tensor of this ``shape``: one of them, or ``parts`` behind each other."""
     out = list(shape)
     for dim, geometry in enumerate((rows, cols)):
         if geometry:
             _, width, blocks, inner = geometry
             out[dim] = width * blocks * inner
-    return out
+    return [parts, *out] if parts else out
 
 
-def empty_small(full: Tensor, rows: list[int], cols: list[int], dtype: torch.dtype | None = None) -> Tensor:
-    """Memory for what ``take`` makes of ``full``, in the memory format of ``full``."""
-    shape = small_shape(full.shape, rows, cols)
-    return torch.empty(shape, dtype=dtype or full.dtype, device=full.device, memory_format=memory_format(full))
+def empty_small(
+    full: Tensor, rows: list[int], cols: list[int], dtype: torch.dtype | None = None, parts: int = 0
+) -> Tensor:
+    """Memory for what ``take`` makes of ``full``, in the memory format of ``full``; without one for ``parts``."""
+    shape, layout = small_shape(full.shape, rows, cols, parts), memory_format(full)
+    layout = torch.contiguous_format if parts else layout
+    return torch.empty(shape, dtype=dtype or full.dtype, device=full.device, memory_format=layout)
 
 
 def address_key(tensors: Sequence[Tensor]) -> list[Any]:
@@ -111,7 +114,7 @@ class Place(NamedTuple):
         """The start in device memory: the slice's own as long as it has not moved on, so that graphs can read it."""
         if self.axis is not None:
             live = self.axis.slice
-            if live.start_on_host == self.start and live.start.device == device:
+            if live.parts == 1 and live.start_on_host == self.start and live.start.device == device:
                 return live.start
         return torch.tensor([self.start], device=device)
 
@@ -126,9 +129,9 @@ class Placement(NamedTuple):
     col_scale: Tensor | None = None
 
     @classmethod
-    def now(cls, t: Take) -> Placement:
-        """Of a simple take."""
-        rows, cols = (None if a is None else Place(a.slice.start_on_host, a.geometry, a) for a in t.simple_axes)
+    def now(cls, t: Take, part: int = 0) -> Placement:
+        """Of a simple take; ``part`` of the batch, where slices have several."""
+        rows, cols = (None if a is None else Place(a.slice.start_of(part), a.geometry, a) for a in t.simple_axes)
         return cls(rows, cols, *t.factors)
 
     @property

@@ -48,7 +48,7 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def take(full: Tensor, t: Take, dtype: torch.dtype | None) -> Tensor | None:
+def take(full: Tensor, t: Take, dtype: torch.dtype | None, parts: int = 0) -> Tensor | None:
     """The slice of ``full`` from what was fetched, or ``None``: then it must be taken by itself."""
     if views.transformed() or dispatch_modes():
         return None
@@ -69,10 +69,10 @@ def take(full: Tensor, t: Take, dtype: torch.dtype | None) -> Tensor | None:
     if owner.stamp != plan.stamp or where != plan.where:
         plan.begin(owner.stamp, where)
     tracking = _tracking()
-    key = id(full), id(rows), id(cols), scale_rows, scale_cols, dtype
+    key = id(full), id(rows), id(cols), scale_rows, scale_cols, dtype, parts
     entry = plan.entries.get(key)
     if entry is None or entry.full() is not full:
-        entry = plan.entries[key] = Entry(full, t, dtype)
+        entry = plan.entries[key] = Entry(full, t, dtype, parts)
         plan.stale = True
     entry.used = plan.round
     found = entry.found[tracking]
@@ -92,7 +92,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 dispatch_modes = torch._C._len_torch_dispatch_stack
 """How many modes want to see every operation, such as a tracer."""
 _tracking = torch.is_grad_enabled
-Key = tuple[int, int, int, bool, bool, "torch.dtype | None"]
+Key = tuple[int, int, int, bool, bool, "torch.dtype | None", int]
 Found = tuple[Tensor, int, int, int, bool]
 """A slice that waits, and what it was fetched for: round, version and address of its parameter, if it is tracked."""
 
@@ -100,9 +100,9 @@ Found = tuple[Tensor, int, int, int, bool]
 class Entry:
     """A take that has been seen and will be fetched with the others."""
 
-    def __init__(self, full: Tensor, t: Take, dtype: torch.dtype | None) -> None:
+    def __init__(self, full: Tensor, t: Take, dtype: torch.dtype | None, parts: int) -> None:
         self.full = weakref.ref(full)
-        self.take, self.dtype = t, dtype
+        self.take, self.dtype, self.parts = t, dtype, parts
         self.alone = not _fits(full, t)
         self.portion = -1  # none yet: it is fetched by itself
         self.used = 0
@@ -207,7 +207,7 @@ class Plan:
             layouts = []
             for entry, full in zip(entries, fulls, strict=True):
                 if entry.layout is None or not entry.layout.fits(full, entry.take):  # changed in kind
-                    entry.layout = TakeLayout(full, entry.take, entry.dtype)
+                    entry.layout = TakeLayout(full, entry.take, entry.dtype, entry.parts)
                 layouts.append(entry.layout)
             batch = Batch([entry.take for entry in entries], layouts, fulls)
         kinds = [tracking and full.requires_grad for full in fulls]

@@ -3,14 +3,17 @@
 The other implementations are tested against this one; compiled graphs use ``store`` as it stands.
 
 ``rows`` and ``cols`` describe dimensions 0 and 1 as ``[size, width, blocks, inner]`` (see ``Axis``); an empty list
-leaves the dimension whole. A start of one entry is that of a slice; one of ``2 * size`` entries is the table of a
-``Subset``: its units in order, kept ones first, and the place of each unit in that order.
+leaves the dimension whole. A start has one entry, or one for each part of the batch; a matrix ``[2, size]`` is the
+table of a ``Subset``: its units in order, kept ones first, and the place of each unit in that order.
 
 ``put`` gathers instead of scattering: each full entry looks up where it would lie in the small tensor. So nothing is
-zero-filled first, and no two writes meet.
+zero-filled first, and no two writes meet. With ``parts``, ``take`` stacks what each part takes, and ``put`` adds up
+what each part puts.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +21,12 @@ from torch import Tensor
 
 def is_table(start: Tensor | None) -> bool:
     """Whether this is the table of a subset rather than the start of a slice."""
-    return start is not None and start.shape[0] > 1
+    return start is not None and start.dim() == 2
+
+
+def start_of(start: Any, part: int) -> Any:
+    """The start of one part, itself a tensor of one entry; what has one for all parts, and a table, is what it was."""
+    return start if start is None or is_table(start) or start.shape[0] == 1 else start[part : part + 1]
 
 
 def sources(start: Tensor, geometry: list[int]) -> tuple[Tensor, Tensor]:
@@ -26,7 +34,7 @@ def sources(start: Tensor, geometry: list[int]) -> tuple[Tensor, Tensor]:
     size, width, blocks, inner = geometry
     i = torch.arange(blocks * width * inner, device=start.device)
     unit = i // inner % width
-    unit = start[unit] if is_table(start) else (start + unit) % size
+    unit = start[0, unit] if is_table(start) else (start + unit) % size
     return (i // (width * inner) * size + unit) * inner + i % inner, unit
 
 
@@ -35,15 +43,18 @@ def targets(start: Tensor, geometry: list[int]) -> tuple[Tensor, Tensor, Tensor]
     size, width, blocks, inner = geometry
     i = torch.arange(blocks * size * inner, device=start.device)
     unit = i // inner % size
-    offset = start[size + unit] if is_table(start) else (unit - start) % size
+    offset = start[1, unit] if is_table(start) else (unit - start) % size
     kept = offset < width
     return (i // (size * inner) * width + offset.clamp_max(width - 1)) * inner + i % inner, kept, unit
 
 
 def take(
     full: Tensor, row_start: Tensor | None, col_start: Tensor | None, rows: list[int], cols: list[int],
-    row_scale: Tensor | None, col_scale: Tensor | None, dtype: torch.dtype | None,
+    row_scale: Tensor | None, col_scale: Tensor | None, dtype: torch.dtype | None, parts: int = 0,
 ) -> Tensor:  # fmt: skip
+    if parts:
+        starts = ((start_of(row_start, i), start_of(col_start, i)) for i in range(parts))
+        return torch.stack([take(full, *start, rows, cols, row_scale, col_scale, dtype) for start in starts])
     out = full
     for dim, start, geometry, scale in ((0, row_start, rows, row_scale), (1, col_start, cols, col_scale)):
         if start is not None:
@@ -56,8 +67,13 @@ def take(
 
 def put(
     small: Tensor, row_start: Tensor | None, col_start: Tensor | None, rows: list[int], cols: list[int],
-    row_scale: Tensor | None, col_scale: Tensor | None, dtype: torch.dtype,
+    row_scale: Tensor | None, col_scale: Tensor | None, dtype: torch.dtype, parts: int = 0,
 ) -> Tensor:  # fmt: skip
+    wide = torch.promote_types(torch.promote_types(small.dtype, dtype), torch.float32)
+    if parts:
+        starts = ((start_of(row_start, i), start_of(col_start, i)) for i in range(parts))
+        each = zip(small.to(wide), starts, strict=True)
+        return sum(put(one, *start, rows, cols, row_scale, col_scale, wide) for one, start in each).to(dtype)  # type: ignore[union-attr]
     out = small.to(torch.promote_types(small.dtype, dtype))
     for dim, start, geometry, scale in ((1, col_start, cols, col_scale), (0, row_start, rows, row_scale)):
         if start is not None:

@@ -9,7 +9,7 @@ dimensions the runs make rectangles, so everything here is ``narrow`` and ``copy
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -97,6 +97,45 @@ class Put(Function):
         wide = TensorSpec((*spec.shape, info.batch_size), False, spec.dtype)
         full = Put.apply(small.movedim(in_dims[0], -1), wide, at)
         return full, full.dim() - 1
+
+
+class TakeParts(Function):
+    """What every part of the batch takes of ``full``, one behind the other; backward adds up what they put."""
+
+    @staticmethod
+    def forward(full: Tensor, at: Sequence[Placement], dtype: torch.dtype) -> Tensor:
+        smalls = empty_small(full, *at[0].geometries, dtype, len(at))
+        for small, one in zip(smalls, at, strict=True):
+            if one.uniform:
+                for source, target in rectangles(full, small, one):
+                    _scaled_into(target, source, one.gain)
+            else:
+                small.copy_(one.scaled(take(full, one)))
+        return smalls
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        full, ctx.at, _ = inputs
+        ctx.spec = TensorSpec.of(full)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return put_parts(grad, ctx.spec, ctx.at), None, None
+        each = zip(grad, ctx.at, strict=True)  # second derivatives need nodes
+        return sum(Put.apply(small, ctx.spec, one) for small, one in each), None, None  # type: ignore[return-value]
+
+
+def put_parts(smalls: Tensor, spec: TensorSpec, at: Sequence[Placement]) -> Tensor:
+    """The adjoint of :class:`TakeParts`: part after part, always in this order."""
+    wide = torch.promote_types(spec.dtype, torch.float32)
+    full = spec._replace(dtype=wide).empty(smalls.device).zero_()
+    for small, one in zip(smalls, at, strict=True):
+        gain = one.gain if one.uniform else 1.0
+        small = small if one.uniform else one.scaled(small)
+        for target, source in rectangles(full, small, one):
+            target.add_(source, alpha=gain)
+    return full.to(spec.dtype)
 
 
 def _scaled_into(target: Tensor, source: Tensor, gain: float) -> None:

@@ -28,8 +28,12 @@ class Scheme(NamedTuple):
     """The options of ``convert_`` that change nothing. They are refused."""
 
 
-def _subset(size: int, rate: float, *, sampling: str, grads: str, **settings: Any) -> Slice:
-    return Subset(size, rate, **settings)
+_UNITS = ("sampling", "grads", "parts", "ranks")
+"""Settings of slices whose units lie side by side."""
+
+
+def _subset(size: int, rate: float, **settings: Any) -> Slice:
+    return Subset(size, rate, **{name: value for name, value in settings.items() if name not in _UNITS})
 
 
 def _drop(scheme: str, size: int, rate: float, **settings: Any) -> Slice:
@@ -38,16 +42,14 @@ def _drop(scheme: str, size: int, rate: float, **settings: Any) -> Slice:
 
 SCHEMES: dict[str, Scheme] = {
     "sliceout": Scheme("layers", Slice),
-    "controlled": Scheme("layers", _subset, ("sampling", "grads")),
-    "patch": Scheme(
-        "blocks", window, ("sampling", "fold", "grads", "attention", "stages", "paper_exclusions", "payoff")
-    ),
+    "controlled": Scheme("layers", _subset, _UNITS),
+    "patch": Scheme("blocks", window, (*_UNITS, "fold", "attention", "stages", "paper_exclusions", "payoff")),
     **{
         name: Scheme(
             "convolutions" if name in ("spatial", "dropblock") else "readers",
             functools.partial(_drop, name),
             # not align: it drops where SliceOut would slice, and that depends on the widths
-            ("sampling", "norm", "fold", "grads", "seed"),
+            (*_UNITS, "norm", "fold", "seed"),
         )
         for name in DROPS
     },

@@ -20,8 +20,8 @@ class Subset(Slice):
     """A random subset of ``width`` out of ``size`` units, redrawn at every optimizer step; all are equally likely.
 
     What is drawn is the number of one of 2**30 subsets; the units follow from hashing each with that number and keeping
-    those with the smallest hashes. ``start`` is the table that the ops read: the units, kept ones first, then the
-    place of every unit in that order.
+    those with the smallest hashes. ``start`` is the table that the ops read, ``[2, size]``: the units, kept ones first,
+    and the place of every unit in that order.
 
     Args:
         size, rate, align, norm, fold, seed: see :class:`~sliceout.Slice`. The two normalisations coincide.
@@ -64,7 +64,7 @@ class Subset(Slice):
 
     @property
     def kept(self) -> Tensor:
-        return self.start_as_tensor()[: self.width]
+        return self.start_as_tensor()[0, : self.width]
 
     def start_as_tensor(self) -> Tensor:
         return tables([self.start_on_host], self.size, self.width)[0]
@@ -85,11 +85,11 @@ class Subset(Slice):
 
 
 def tables(numbers: list[int], size: int, width: int) -> Tensor:
-    """What ``Subset.start`` is for each of these subsets: int64 ``[len(numbers), 2 * size]``."""
+    """What ``Subset.start`` is for each of these subsets: int64 ``[len(numbers), 2, size]``."""
     number = torch.tensor(numbers, dtype=torch.int64, device="cpu")[:, None]
     units = torch.arange(size, device="cpu")
     keys = mix((mix(number) + units * 0x9E3779B9) & MASK_32)
     order = keys.argsort(dim=1, stable=True)
     kept, dropped = order[:, :width].sort(dim=1).values, order[:, width:]
     order = torch.cat([kept, dropped], 1)
-    return torch.cat([order, order.argsort(dim=1)], 1)
+    return torch.stack([order, order.argsort(dim=1)], 1)

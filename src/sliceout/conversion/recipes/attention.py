@@ -28,6 +28,8 @@ TOTAL = ("attn_dim", "all_head_size", "inner_dim", "split_size", "kv_dim", "d_at
 SCALES = ("scale", "scaling", "softmax_scale", "attn_scale", "scale_factor", "norm_factor", "inv_norm_factor",
           "scale_attn", "qk_scale", "attention_scale", "normalize_fact")  # fmt: skip
 
+FUSED_VALUES = "queries, keys and values come out of one projection: the values cannot be sliced alone"
+
 
 def arrange(model: nn.Module, groups: list[Group], trace: Trace, attention: str) -> None:
     """Sort the groups of attention layers by what they hold, and leave alone those of the other mode.
@@ -50,7 +52,11 @@ def arrange(model: nn.Module, groups: list[Group], trace: Trace, attention: str)
             group.reason = Skip.ATTENTION_OFF("attention='off'")
         elif multihead:
             continue
-        elif mode != attention:
+        elif mode != ("dims" if attention == "values" else attention):
+            group.reason = Skip.CONFLICT(f"{CONFLICT}: attention={attention!r}")
+        elif attention == "values" and group.partner is not None:
+            group.reason = group.reason or Skip.FUSED_VALUES(FUSED_VALUES)
+        elif attention == "values" and group.contracted:
             group.reason = Skip.CONFLICT(f"{CONFLICT}: attention={attention!r}")
         elif group.contracted and group.reason is not None and group.reason.code is Skip.CONCATENATED:
             group.reason = Skip.ROTARY("queries and keys are rotated in pairs of dims (rotary embedding): left whole")
@@ -77,7 +83,7 @@ def _multihead(model: nn.Module, trace: Trace, attention: str) -> list[Group]:
             members = [Member(name, "heads", 1, dims)]
             found.append(Group(name, heads, members, batched=[name], kind="attention", reason=reason))
         else:
-            for role in ("qk", "v"):
+            for role in ("v",) if attention == "values" else ("qk", "v"):
                 members = [Member(name, role, heads, 1)]
                 found.append(Group(f"{name}.{role}", dims, members, kind="attention", reason=reason))
     return found

@@ -60,6 +60,7 @@ def same(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tenso
 def batch_norm(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     x = inputs[0]
     channel = t.dims(x)[1]
+    t.mix(x, [d for d in range(x.dim()) if d != 1])
     for p in inputs[1:]:
         if p.dim() == 1 and p.shape[0] == x.shape[1]:
             identify(channel, t.dims(p)[0])
@@ -116,6 +117,7 @@ def reduce(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Ten
         return pointwise(t, a, inputs, outputs)
     dims, over = t.dims(x), _named(a.get("dim"), x.dim())
     block([dims[d] for d in over if dims], t.because(Skip.MIXED, "a reduction over the units"))
+    t.mix(x, over if dims else [])
     if y.dim() < x.dim():
         return [d for i, d in enumerate(dims) if i not in over]
     return [dims[i] if n == x.shape[i] else new_dim(n, Skip.MIXED("reduced")) for i, n in enumerate(y.shape)]
@@ -138,10 +140,11 @@ def take(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tenso
     for d, geometry in enumerate((a["rows"], a["cols"])):
         if geometry:
             _, width, blocks, inner = geometry
-            dims[d] = [Atom(n) for n in (blocks, width, inner) if n > 1]
+            at = d + (a["parts"] > 0)  # the parts of the batch lie in front
+            dims[at] = [Atom(n) for n in (blocks, width, inner) if n > 1]
             if id(full) in t.names:
                 key = t.names[id(full)], d, t.offsets.get(id(full), 0)
-                identify(t.trace.takes.setdefault(key, dims[d]), dims[d])  # a layer may be called more than once
+                identify(t.trace.takes.setdefault(key, dims[at]), dims[at])  # a layer may be called more than once
     t.parameters.add(id(small))
     t.same_parameter(full, small)
     return dims
@@ -156,13 +159,21 @@ def store(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tens
 # -- products ----------------------------------------------------------------------------------------------------------
 
 
-def _contract(t: Tracer, x: Tensor, y: Tensor, xd: Dim, yd: Dim) -> None:
-    """Two dimensions are multiplied and summed over."""
+def _contract(t: Tracer, x: Tensor, y: Tensor, over: tuple[int, int], batched: int = 0) -> None:
+    """Two dimensions, one of each, are multiplied and summed over; the first ``batched`` ones stay apart."""
+    xd, yd = t.dims(x)[over[0]], t.dims(y)[over[1]]
     identify(xd, yd)
     t.trace.direct.update(t.names[id(p)] for p in (x, y) if id(p) in t.names)
-    if id(x) not in t.parameters and id(y) not in t.parameters:
-        for atom in expand(xd):
-            atom.contracted.append(t.here)
+    if id(x) in t.parameters or id(y) in t.parameters:
+        t.mix(x, over[:1])
+        t.mix(y, over[1:])
+        return
+    for z in (x, y):
+        t.mix(z, range(batched, z.dim()))
+        if batched:
+            t.trace.attends += t.dims(z)[batched:]
+    for atom in expand(xd):
+        atom.contracted.append(t.here)
 
 
 def _plus_bias(t: Tracer, bias: Tensor | None, dims: list[Dim]) -> list[Dim]:
@@ -177,7 +188,7 @@ def _plus_bias(t: Tracer, bias: Tensor | None, dims: list[Dim]) -> list[Dim]:
 @rule("mm", "addmm")
 def matrix_product(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     x, y = a.get("mat1", a["self"]), a["mat2"]
-    _contract(t, x, y, t.dims(x)[1], t.dims(y)[0])
+    _contract(t, x, y, (1, 0))
     return _plus_bias(t, a["self"] if "mat1" in a else None, [t.dims(x)[0], t.dims(y)[1]])
 
 
@@ -187,7 +198,7 @@ def batched_product(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs:
     xd, yd = t.dims(x), t.dims(y)
     identify(xd[0], yd[0])
     _mark_batched(t, xd[:1])
-    _contract(t, x, y, xd[2], yd[1])
+    _contract(t, x, y, (2, 1), batched=1)
     return _plus_bias(t, a["self"] if "batch1" in a else None, [xd[0], xd[1], yd[2]])
 
 
@@ -201,6 +212,7 @@ def _mark_batched(t: Tracer, dims: list[Dim]) -> None:
 def convolution(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     x, w, bias, groups = a["input"], a["weight"], a["bias"], a["groups"]
     xd, wd = t.dims(x), t.dims(w)
+    t.mix(x, range(1, x.dim()))
     if id(w) in t.names:
         t.trace.direct.add(t.names[id(w)])
     x_group, x_rest = split_front(xd[1], groups)
@@ -232,7 +244,8 @@ def attention(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[
     _mark_batched(t, q[:-2])
     scale = a.get("scale")
     t.trace.scalars.setdefault(t.here, set()).add(a["query"].shape[-1] ** -0.5 if scale is None else scale)
-    _contract(t, a["query"], a["key"], q[-1], k[-1])
+    _contract(t, a["query"], a["key"], (-1, -1), batched=len(q) - 2)
+    t.mix(a["value"], [len(v) - 2])
     identify(k[-2], v[-2])
     block([q[-2], k[-2]], POSITION)
     for y in outputs[1:]:

@@ -80,6 +80,7 @@ def cat(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor
         for i in range(y.dim()):
             if i != at:
                 identify(dims[i], t.dims(x)[i])
+        t.mix(x, [at])
     together = _fused(sections, y.shape[at]) if all(id(x) in t.parameters for x in parts) else None
     if together is None:
         concatenated = t.because(Skip.CONCATENATED, "concatenated with other units")
@@ -107,6 +108,7 @@ def split(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tens
     dims = t.dims(x)
     if len(outputs) == 1:
         return dims
+    t.mix(x, [at])
     if len({y.shape[at] for y in outputs}) == 1:
         head, rest = split_front(dims[at], len(outputs))
         if head is not None:
@@ -124,6 +126,7 @@ def select(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Ten
     x, at = inputs[0], a["dim"] % inputs[0].dim()
     dims = t.dims(x)
     block([dims[at]], t.because(Skip.INDEXED, "single units are picked out"))
+    t.mix(x, [at])
     return [*dims[:at], *dims[at + 1 :]]
 
 
@@ -150,6 +153,7 @@ def index(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tens
     used = [i for i, ix in enumerate(a["indices"]) if ix is not None]
     dims = t.dims(x)
     block([dims[i] for i in used], t.because(Skip.INDEXED, "used by position (indexing)"))
+    t.mix(x, used)
     if not used or used != list(range(used[0], used[-1] + 1)):
         return unknown(t, "index", inputs, outputs)
     before, behind = dims[: used[0]], dims[used[-1] + 1 :]

@@ -7,7 +7,7 @@ import copy
 import random
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...ops import without_views
 from ..reasons import Reason, Skip
-from .atoms import Dim, block, new_dim, new_dims, size
+from .atoms import Dim, block, identify, new_dim, new_dims, size
 
 
 class RuleError(RuntimeError):
@@ -51,6 +51,12 @@ class Trace:
     """Numbers that tensors were multiplied or divided by, by module: the softmax temperature is among them."""
     takes: dict[tuple[str, int, int], Dim] = field(default_factory=dict)
     """In a sliced model: the dimensions of the small parameters, by full name, dimension and offset."""
+    batch: Dim = field(default_factory=list)
+    """Dimension 0 of the inputs: the samples, unless attention runs along it."""
+    mixes: list[tuple[list[Dim], list[Dim]]] = field(default_factory=list)
+    """The dimensions of an activation, and those of them along which its entries were mixed or chosen by position."""
+    attends: list[Dim] = field(default_factory=list)
+    """Dimensions along which attention runs."""
 
     def last_input(self, module: str) -> list[Dim]:
         """The dimensions of the first input of a module in its last call that had one."""
@@ -114,7 +120,14 @@ class Tracer(TorchDispatchMode):
         """The dimensions of ``x`` for ``y``, except that those ``over`` are blocked, and new in ``y``."""
         dims = self.dims(x)
         block([dims[i] for i in over], reason)
+        self.mix(x, over)
         return [new_dim(n, new or reason) if i in over else dims[i] for i, n in enumerate(y.shape)]
+
+    def mix(self, x: Tensor, over: Iterable[int]) -> None:
+        """The entries of an activation meet each other along these dimensions."""
+        if id(x) not in self.parameters:
+            dims = self.dims(x)
+            self.trace.mixes.append((dims, [dims[i] for i in over]))
 
     def same_parameter(self, x: Tensor, y: Tensor) -> None:
         """``y`` is the parameter ``x``, transposed or cut."""
@@ -217,6 +230,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 def unknown(t: Tracer, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> list[Dim] | None:
     for x in inputs:
         block(t.dims(x), t.because(Skip.UNKNOWN_OP, f"{name} is not known to keep units apart"))
+        t.mix(x, range(x.dim()))
     for y in outputs:
         if not t.is_known(y):
             t.make_dims(y, t.because(Skip.UNKNOWN_OP, f"comes out of {name}"))
@@ -256,7 +270,10 @@ def trace(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], stac
         warnings.simplefilter("ignore")
         for t in tree_leaves((args, kwargs)):
             if isinstance(t, Tensor):
-                tracer.make_dims(t, Skip.INPUT("an input of the model"))
+                dims = tracer.make_dims(t, Skip.INPUT("an input of the model"))
+                batch = tracer.trace.batch = tracer.trace.batch or (dims[0] if dims else [])
+                if dims and size(dims[0]) == size(batch) and size(batch) not in t.shape[1:]:  # as many samples
+                    identify(batch, dims[0])
         with register_module_forward_pre_hook(enter), register_module_forward_hook(leave), tracer:
             output = shadow(*args, **kwargs)
     for t in _tensors_in(output):
