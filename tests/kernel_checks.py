@@ -27,6 +27,7 @@ from sliceout.compact import kernels as updates
 from sliceout.compact import optimizers as optim
 from sliceout.ops import gather, kernels, multi_tensor, prefetch, tables, without_views
 from sliceout.ops.placement import empty_small, memory_format, small_shape
+from test_parts import only_part, stacked_cases
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 CASES = [c for c in listed() if DEVICE == "cuda" or torch.Size(c.shape).numel() < 100_000]
@@ -125,6 +126,28 @@ def test_empty_tensors_are_left_alone():
     full = case.full(DEVICE)
     assert take(case, full).shape == (0, 4)
     assert put(case, torch.empty(0, 4, dtype=torch.float64, device=DEVICE), full).shape == (0, 8)
+
+
+@settings(max_examples=40)
+@given(stacked=stacked_cases())
+def test_parts_are_taken_apart_and_added_up(stacked):
+    """A take for every part, and one put that adds up all of them: as one part after the other."""
+    case, parts = stacked
+    case.to(DEVICE)
+    full = case.full(DEVICE, coarse=DEVICE == "cpu")
+    layout = gather.TakeLayout(full, case.description, case.target, parts)
+    smalls = torch.full_like(empty_small(full, *case.args[2:4], case.target, parts), torch.nan)
+    multi_tensor.take(layout.take_pieces(full, smalls))
+    grads = torch.randn(smalls.shape, dtype=torch.float64).to(smalls.dtype).to(DEVICE)
+    got = torch.full_like(full, torch.nan)
+    multi_tensor.put([layout.put_piece(got, grads)])
+    expected = torch.zeros(case.shape, dtype=torch.float64)
+    for part in range(parts):
+        with only_part([a.slice for a in case.axes if a is not None], part):
+            case.check_small(smalls[part], full, f"part {part}", truncates=DEVICE == "cpu")
+            expected += case.put(grads[part])
+    tolerance = 1e-12 if case.dtype == torch.float64 else 2e-6
+    torch.testing.assert_close(got.cpu().double(), expected, rtol=tolerance, atol=tolerance)
 
 
 # -- many tensors in one launch ----------------------------------------------------------------------------------------
@@ -315,6 +338,41 @@ def test_fetching_all_slices_together_changes_nothing_but_the_launches(
     assert len(takes) - len(together) <= 3 * 12, "one by one in the first pass, and when slices have just met"
     assert len([n for n in puts if n > 1]) == (0 if grads == "compact" else 2 * 6), "twice a step"
     assert not puts or grads == "dense"
+
+
+def by_parts() -> torch.nn.Module:
+    torch.manual_seed(0)
+    a, b = Slice(16, 0.5, parts=4, align=2), Slice(24, 0.5, sampling="window", parts=4, align=8)
+    return torch.nn.Sequential(
+        nn.Linear(6, 16, out_slice=a), nn.LayerNorm(16, slice=a), torch.nn.GELU(),
+        nn.Linear(16, 24, in_slice=a, out_slice=b), torch.nn.Tanh(), nn.Linear(24, 5, in_slice=b),
+    ).double().to(DEVICE)  # fmt: skip
+
+
+@pytest.mark.parametrize("samples", [8, 6, 5])  # in four parts, in three, in one
+def test_fetching_the_slices_of_all_parts_together_changes_nothing_but_the_launches(gathering, monkeypatch, samples):
+    x = torch.randn(samples, 6, dtype=torch.float64, device=DEVICE)
+    with monkeypatch.context() as apart:
+        apart.setattr(prefetch, "take", lambda *args: None)
+        expected = trained(by_parts(), x)
+    got = trained(by_parts(), x)
+    for (name, one), (_, other) in zip(expected, got, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+    parts = {8: 4, 6: 3, 5: 1}[samples]
+    assert max(n for kind, n in gathering if kind == "take") >= 6 * parts, "weights, biases and factors of each part"
+    assert max(n for kind, n in gathering if kind == "put") >= 6, "added up by one launch"
+
+
+def test_a_backward_after_the_next_draw_adds_up_the_parts_of_its_forward(gathering):
+    model, x = by_parts(), torch.randn(8, 6, dtype=torch.float64, device=DEVICE)
+    for _ in range(2):
+        model(x).sum().backward()
+    parameters = list(model.parameters())
+    loss = model(x).square().sum()
+    expected = torch.autograd.grad(loss, parameters, retain_graph=True)
+    draw_(model)
+    for one, other in zip(torch.autograd.grad(loss, parameters), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 def trained(model: torch.nn.Module, x: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

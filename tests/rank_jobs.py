@@ -46,6 +46,14 @@ def alone(name: str, steps: int = STEPS, **settings: Any) -> dict[str, Any]:
     return report(model, seen, [])
 
 
+def by_parts(rank: int, ranks: str = "spread") -> dict[str, Any]:
+    """DDP with two parts on each rank."""
+    net = build("mlp", parts=2, ranks=ranks)
+    model = DistributedDataParallel(net)
+    result = train(rank, model, net, SGD(net.parameters(), lr=0.1, momentum=0.9), "mlp")
+    return result | {"parts": [list(s.starts_on_host) for s in slices_in(net)]}
+
+
 def train(rank: int, model: nn.Module, net: nn.Module, optimizer: Any, name: str, steps: int = STEPS) -> dict[str, Any]:
     x, seen, losses = share(data(name), rank), [], []
     for _ in range(steps):

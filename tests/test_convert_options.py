@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import sliceout
 from networks import Attention
+from sliceout import drawing
 from sliceout.conversion import convert, options, profitability
 
 SCHEMES = ("sliceout", "controlled", "patch", "none", "standard", "spatial", "dropblock")
@@ -21,6 +23,8 @@ OPTIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "fold": ("producer", ("patch", *DROPS)),
     "align": (32, ()),
     "grads": ("compact", ("controlled", "patch", *DROPS)),
+    "parts": (2, ("controlled", "patch", *DROPS)),
+    "ranks": ("equal", ("controlled", "patch", *DROPS)),
     "filter": ("*1*", ()),
     "attention": ("off", ("patch",)),
     "stages": (1, ("patch",)),
@@ -49,7 +53,7 @@ def inverted(size: int, hidden: int, out: int) -> list[nn.Module]:
 def build(option: str, scheme: str) -> tuple[nn.Module, Tensor]:
     """A small model with a place for the option."""
     torch.manual_seed(0)
-    if scheme != "patch" and option == "attention":
+    if scheme != "patch" and option in ("attention", "parts", "ranks"):
         return Attention(), torch.zeros(2, 5, 16)
     if scheme != "patch" and option == "stages":
         layers = [nn.Conv2d(3, 4, 1), *inverted(4, 32, 8), *inverted(8, 64, 16)]
@@ -81,10 +85,19 @@ def not_profitable(monkeypatch) -> None:
     monkeypatch.setattr(convert, "device_and_dtype", lambda model: (torch.device("cuda"), torch.bfloat16))
 
 
+@pytest.fixture
+def second_of_two(monkeypatch) -> None:
+    """As if two processes train together, and batches have parts."""
+    monkeypatch.setattr(drawing, "rank_and_ranks", lambda: (1, 2))
+    monkeypatch.setattr(sliceout, "convert_", functools.partial(sliceout.convert_, parts=2))
+
+
 @pytest.mark.parametrize(("scheme", "option"), CASES)
 def test_an_option_is_refused_if_and_only_if_it_has_no_effect(scheme, option, monkeypatch, request) -> None:
     if option == "payoff":
         request.getfixturevalue("not_profitable")
+    if option == "ranks" and scheme == "sliceout":
+        request.getfixturevalue("second_of_two")
     value, ignored_by = OPTIONS[option]
     default = outcome(scheme, option, **{option: convert._DEFAULTS[option]})
     if scheme in ignored_by:
@@ -105,6 +118,11 @@ def test_the_message_names_the_value_the_rule_and_the_way_out() -> None:
     message = "^sampling='window' has no effect with scheme='standard': leave it out$"
     with pytest.raises(ValueError, match=message):
         sliceout.convert_(build("", "")[0], 0.5, scheme="standard", sampling="window")
+
+
+def test_ranks_have_no_effect_without_parts() -> None:
+    with pytest.raises(ValueError, match="ranks='equal' has no effect with parts=1: all ranks slice alike"):
+        sliceout.convert_(build("", "")[0], 0.5, ranks="equal")
 
 
 def test_every_option_of_convert_is_in_the_table() -> None:

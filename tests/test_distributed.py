@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import rank_jobs as jobs
+import sliceout
 from networks import NETWORKS, build, starts_due
 from ranks import Ranks
 
@@ -125,3 +126,24 @@ def test_fully_sharded_state_dict_resumes_and_has_the_plain_keys(ranks, float64)
         assert result["step"] == 4
         for key, value in result["state"].items():
             torch.testing.assert_close(value, expected["state"][key], msg=lambda m, key=key: f"{key}: {m}")
+
+
+def test_the_parts_of_all_ranks_are_spread_together(ranks, float64):
+    """Two ranks with two parts each train as one process does with four parts of the joint batch."""
+    first, second = ranks(jobs.by_parts)
+    expected = jobs.alone("mlp", parts=4)
+    for key, value in first["state"].items():
+        torch.testing.assert_close(value, second["state"][key], rtol=0, atol=0)
+        torch.testing.assert_close(value, expected["state"][key], msg=lambda m, key=key: f"{key}: {m}")
+    whole = build("mlp", parts=4)
+    sliceout.slices(whole).seek_(jobs.STEPS)
+    together = [a + b for a, b in zip(first["parts"], second["parts"], strict=True)]
+    assert together == [list(s.starts_on_host) for s in sliceout.slices(whole)]
+
+
+def test_ranks_may_draw_equal_parts(ranks, float64):
+    first, second = ranks(jobs.by_parts, "equal")
+    assert first["parts"] == second["parts"]
+    alone = build("mlp", parts=2)
+    sliceout.slices(alone).seek_(jobs.STEPS)
+    assert first["parts"] == [list(s.starts_on_host) for s in sliceout.slices(alone)]

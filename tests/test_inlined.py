@@ -19,8 +19,10 @@ from networks import NETWORKS, build, data, train_step
 from opcases import listed
 from sliceout import Slice
 from sliceout import nn as snn
-from sliceout.ops import inductor, library, reference
+from sliceout.drawing import owner_of
+from sliceout.ops import inductor, library, reference, take
 from sliceout.ops.placement import is_channels_last
+from sliceout.slices import Take
 from test_compile import assert_same_training, compiled
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -59,6 +61,46 @@ def test_every_kind_of_take_and_put_equals_its_definition(on_cpu):
         torch.testing.assert_close(ours, want[0], msg=lambda m, c=c: f"{c}: {m}", **tolerance)
         torch.testing.assert_close(put, want[1], msg=lambda m, c=c: f"{c}: {m}", **tolerance)
         assert put.stride() == full.stride(), c
+
+
+@pytest.mark.slow
+def test_parts_are_stacked_and_added_up_by_their_definition(on_cpu):
+    """Rows and columns, with one start for all parts or one for each; scales of single units; float32 to bfloat16."""
+    many, one = Slice(16, 0.5, align=1, parts=3), Slice(24, 0.5, sampling="window")
+    for s in (many, one):
+        owner_of(s).seek_(5)
+    axes = [
+        (many.axis(), None),
+        (None, many.axis(inner=2)),
+        (one.axis(), many.axis(blocks=2)),
+        (many.axis(), one.axis()),
+    ]
+    takes = [Take(rows, cols, True, True) for rows, cols in axes]
+    fulls = [torch.randn(*(4 if a is None else a.size for a in t[:2]), dtype=torch.float64) for t in takes]
+    fulls += [fulls[-1].float(), torch.randn(16)]
+    takes += [takes[-1], Take(many.axis())]
+    dtypes = [None] * 4 + [torch.bfloat16, None]
+
+    def both(fulls):
+        smalls = [take(f, t, d, parts=3) for f, t, d in zip(fulls, takes, dtypes, strict=True)]
+        return smalls, torch.autograd.grad([s.float().pow(2).sum() for s in smalls], fulls)
+
+    for f in fulls:
+        f.requires_grad_()
+    smalls, grads = both(fulls)
+    (fast, fast_grads), code = run_and_get_code(torch.compile(both), fulls)
+    assert "sliceout" not in "".join(code).replace("sliceout::", "")
+    for ours, want in zip((*fast, *fast_grads), (*smalls, *grads), strict=True):
+        tolerance = 1e-2 if torch.bfloat16 in (want.dtype, ours.dtype) or want is grads[4] else 1e-6
+        torch.testing.assert_close(ours, want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mlp", "norms"])
+def test_training_by_parts_equals_eager_training(name, on_cpu, float64):
+    model, twin, x = build(name, parts=4), build(name, parts=4), data(name)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert_same_training(compiled(model, "inductor"), twin, x)
 
 
 @pytest.mark.slow

@@ -54,6 +54,8 @@ def check_options(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None
     Slice(8, 0.5, **{name: given[name] for name in ("sampling", "norm", "fold", "grads", "seed", "parts", "ranks")})
     for value in [rate] if isinstance(rate, (int, float)) else rate.values() if isinstance(rate, Mapping) else []:
         width_of(1 << 20, value, None)
+    if scheme == "sliceout" and given["ranks"] != defaults["ranks"] and given["parts"] == 1:
+        raise ValueError(f"ranks={given['ranks']!r} has no effect with parts=1: all ranks slice alike")
     for name in SCHEMES[scheme].no_effect:
         if given[name] != defaults[name]:
             raise ValueError(
