@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import in_place, store_, take, views
+from ..ops import in_place, store_, take
+from ..ops.statistics import InPlace
 from ..slices import Axis, ConcatAxis, Take
 from .base import Sliced, _attach, _check_size
 
@@ -58,7 +59,7 @@ class _BatchNorm(_Unitwise):
     sizes = ("num_features",)
     one_part = "the whole batch shares the statistics of a batch norm"
     _made_anew = (*Sliced._made_anew, "_statistics")
-    _statistics: views.InPlace | None = None
+    _statistics: InPlace | None = None
     momentum: float | None
 
     def _forward(self, x: Tensor, axis: Axis) -> Tensor:
@@ -87,7 +88,7 @@ class _BatchNorm(_Unitwise):
         if updates and in_place(axis, mean):
             kept = self._statistics
             if kept is None or not kept.serves(mean, var):
-                kept = self._statistics = views.InPlace((mean, var))
+                kept = self._statistics = InPlace((mean, var))
             both: Any = kept.at(axis.slice.start_on_host, axis.geometry)
         else:
             both = [None if t is None else take(t, Take(axis)) for t in (mean, var)]

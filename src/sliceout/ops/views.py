@@ -8,7 +8,6 @@ dimensions the runs make rectangles, so everything here is ``narrow`` and ``copy
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -153,7 +152,7 @@ def _scaled_into(target: Tensor, source: Tensor, gain: float) -> None:
 
 def take(full: Tensor, at: Placement) -> Tensor:
     """The kept part of ``full``, sharing its memory if it is one rectangle of it, and readable there."""
-    one_rectangle = all(len(runs(p)) == 1 and _blocks(p) == 1 for p in at[:2])
+    one_rectangle = all(len(runs(p)) == 1 and blocks_of(p) == 1 for p in at[:2])
     if one_rectangle and (full.dim() > 1 or readable(full, runs(at.rows)[0][0])):
         view = full
         for dim, place in enumerate(at[:2]):
@@ -191,7 +190,7 @@ def readable(vector: Tensor, offset: int) -> bool:
     return not vector.is_cuda or offset * vector.element_size() % 16 == 0
 
 
-def _blocks(place: Place | None) -> int:
+def blocks_of(place: Place | None) -> int:
     return 1 if place is None else place.geometry[2]
 
 
@@ -199,11 +198,11 @@ def rectangles(full: Tensor, small: Tensor, at: Placement) -> Iterator[tuple[Ten
     """Views of ``full`` and of ``small`` that hold the same entries."""
     rows, cols = at[:2]
     row_dim, col_dim = 0, 1
-    if _blocks(cols) > 1:
-        full, small = (t.unflatten(1, (_blocks(cols), -1)) for t in (full, small))
+    if blocks_of(cols) > 1:
+        full, small = (t.unflatten(1, (blocks_of(cols), -1)) for t in (full, small))
         col_dim = 2
-    if _blocks(rows) > 1:
-        full, small = (t.unflatten(0, (_blocks(rows), -1)) for t in (full, small))
+    if blocks_of(rows) > 1:
+        full, small = (t.unflatten(0, (blocks_of(rows), -1)) for t in (full, small))
         row_dim, col_dim = 1, col_dim + 1
     for row_run in runs(rows):
         for col_run in runs(cols):
@@ -212,56 +211,3 @@ def rectangles(full: Tensor, small: Tensor, at: Placement) -> Iterator[tuple[Ten
                 if place is not None:
                     a, b = a.narrow(dim, offset, length), b.narrow(dim, to, length)
             yield a, b
-
-
-# -- vectors that are written to ---------------------------------------------------------------------------------------
-
-
-class InPlace:
-    """The kept entries of vectors that somebody else will write to, such as running statistics.
-
-    To make views costs the host as much as to use them, so those of every start are kept. Where the entries are not one
-    run that kernels can read, they are copied to memory of their own, and back by :meth:`done`.
-    """
-
-    def __init__(self, fulls: tuple[Tensor, ...]) -> None:
-        self.fulls = tuple(f.detach() for f in fulls)  # .data of a tensor may be replaced
-        self.addresses = [f.data_ptr() for f in fulls]
-        self.known: dict[Any, tuple[list[Tensor], list[Tensor], list[Tensor]]] = {}
-        self.copies: list[Tensor] = []
-
-    def serves(self, *fulls: Tensor) -> bool:
-        """Whether these lie where its vectors did; nothing else can, as long as those are held."""
-        return [f.data_ptr() for f in fulls] == self.addresses
-
-    def at(self, start: int, geometry: list[int]) -> list[Tensor]:
-        """The kept entries of each vector."""
-        self.now = self.known.get((start, geometry[1])) or self._make(Place(start, geometry))
-        smalls, here, there = self.now
-        if here:
-            torch._foreach_copy_(here, there)
-        return smalls
-
-    def done(self) -> None:
-        """They have been written to."""
-        _, here, there = self.now
-        if here:
-            torch._foreach_copy_(there, here)
-
-    @torch.inference_mode(False)
-    def _make(self, place: Place) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        if len(self.known) >= 256:
-            self.known.clear()
-        at = Placement(place)
-        (offset, _, length), *more = runs(place)
-        if _blocks(place) == 1 and not more and all(readable(full, offset) for full in self.fulls):
-            made: Any = [full[offset : offset + length] for full in self.fulls], [], []
-        else:
-            width = math.prod(place.geometry[1:])
-            if not self.copies or len(self.copies[0]) != width:
-                self.copies = [full.new_empty(width) for full in self.fulls]
-            # .data: a graph that saved them does not look at their values, and must not take this for a change
-            pairs = [r for f, s in zip(self.fulls, self.copies, strict=True) for r in rectangles(f.data, s.data, at)]
-            made = self.copies, [small for _, small in pairs], [full for full, _ in pairs]
-        self.known[place.start, place.geometry[1]] = made
-        return made
