@@ -8,7 +8,8 @@
 
 Each model: convert at rate 0.5, train two steps, compare eval outputs bit for bit before and after conversion, revert,
 load the state_dict into an unconverted model, and compare the sliced training forward in float64 with the masked-dense
-oracle. The other members are converted on the meta device: their own code runs at the sliced widths.
+oracle: with one slice for the batch, and with two parts of the batch that have slices of their own. The other members
+are converted on the meta device: their own code runs at the sliced widths.
 """
 
 from __future__ import annotations
@@ -97,6 +98,11 @@ def check(model: nn.Module, x: Any) -> dict[str, Any]:
     row["oracle"] = oracle(original, x)
     if not row["oracle"] < TOLERANCE:
         failed.append(f"masked-dense oracle is off by {row['oracle']:.1e}")
+    row["parts"], row["oracle_parts"] = oracle_by_parts(original, x)
+    if row["oracle_parts"] is None:
+        del row["oracle_parts"]
+    elif not row["oracle_parts"] < TOLERANCE:
+        failed.append(f"masked-dense oracle is off by {row['oracle_parts']:.1e} with two parts")
     optimizer = torch.optim.SGD(model.parameters(), 1e-4)
     for _ in range(2):
         loss = loss_of(model, x)
@@ -121,16 +127,66 @@ def check(model: nn.Module, x: Any) -> dict[str, Any]:
     return row
 
 
-def oracle(original: nn.Module, x: Any) -> float:
-    """Largest error of the sliced training forward, relative to the largest output, over two draws (or one)."""
+def in_float64(original: nn.Module, x: Any) -> tuple[nn.Module, Any]:
+    """A copy of the model with random weights and without dropout, and the input."""
     full = randomise_(quiet_(copy.deepcopy(original)).double()).train()
     prepare_hf_(full)
     wide = tree_map(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t, x)
     try:
         call(copy.deepcopy(full), wide)
-        x = wide
+        return full, wide
     except RuntimeError:  # code that makes float32 tensors of its own
-        full = full.float()
+        return full.float(), x
+
+
+def oracle_by_parts(original: nn.Module, x: Any) -> tuple[int, float | None]:
+    """How many groups have a slice for each part of the batch, and the largest error of the training forward.
+
+    Each half of the batch is compared with the masked network of its own slices; ``None`` where that says nothing, as
+    samples meet in the plain network too.
+    """
+    full, x = in_float64(original, x)
+    sliced = copy.deepcopy(full)
+    report = sliceout.convert_(sliced, rate=0.5, seed=3, parts=2)
+    sliceout.draw_(sliced)
+    slices, masked = list(report.slices), []
+    starts = [s.starts_on_host for s in slices]
+    for part in range(2):
+        for s, of_parts in zip(slices, starts, strict=True):
+            s.starts_on_host = [of_parts[part % len(of_parts)]] * s.parts
+        masked.append(masked_dense_(copy.deepcopy(full), report))
+    for s, of_parts in zip(slices, starts, strict=True):
+        s.starts_on_host = of_parts
+    error = by_halves(sliced, masked, x) if by_halves(full, [copy.deepcopy(full)] * 2, x) < TOLERANCE else None
+    return sum(s.parts > 1 for s in slices), error
+
+
+def by_halves(whole: nn.Module, each: list[nn.Module], x: Any) -> float:
+    """The largest difference between a network on a batch and one for each half of it, relative to the largest output.
+
+    Batch norms are frozen: their statistics would be those of the whole batch and of half of it.
+    """
+    outputs = []
+    for part, model in enumerate((whole, *each)):
+        for module in model.modules():
+            if "BatchNorm" in type(module).__name__ or isinstance(module, nn.modules.batchnorm._NormBase):
+                module.eval()
+        half = tree_map(lambda t, part=part: t.chunk(2)[part - 1] if isinstance(t, Tensor) and part else t, x)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            outputs.append(call(model, half))
+    errors = [0.0]
+    for got, *halves in zip(*outputs, strict=True):
+        if got.dim() and got.shape[0] == sum(h.shape[0] for h in halves):
+            expected = torch.cat(halves)
+            error = (expected - got).abs().max() / expected.abs().max().clamp_min(1e-9)
+            errors.append(float(error.nan_to_num(nan=float("inf"))))
+    return max(errors)
+
+
+def oracle(original: nn.Module, x: Any) -> float:
+    """Largest error of the sliced training forward, relative to the largest output, over two draws (or one)."""
+    full, x = in_float64(original, x)
     sliced = copy.deepcopy(full)
     report = sliceout.convert_(sliced, rate=0.5, seed=3)
     errors = []
@@ -217,7 +273,9 @@ def line(row: dict[str, Any]) -> str:
     if not row["converted"]:
         return f"not converted: {row['reason']}"
     saved = f"{row['converted']} groups, {-100 * row['flops']:.0f} % FLOPs, {row['seconds']} s"
-    return saved + (f", oracle {row['oracle']:.0e}" if "oracle" in row else "")
+    by_parts = f", {row['parts']} with parts" if "parts" in row else ""
+    by_parts += f": {row['oracle_parts']:.0e}" if "oracle_parts" in row else ""
+    return saved + (f", oracle {row['oracle']:.0e}" if "oracle" in row else "") + by_parts
 
 
 def markdown(kind: str, rows: list[dict[str, Any]]) -> str:
@@ -231,14 +289,15 @@ def markdown(kind: str, rows: list[dict[str, Any]]) -> str:
         f"**{len(rows)} models, {len(done)} with at least one group converted ({100 * len(done) / len(rows):.0f} %), "
         f"{len(failed)} failed a check.**",
         "",
-        "| family | model | groups | FLOPs | activations | oracle error | seconds | remark |",
-        "|---|---|---|---|---|---|---|---|",
+        "| family | model | groups | FLOPs | activations | oracle error | parts | their error | seconds | remark |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         saved = [f"{-100 * r[k]:.0f} %" if k in r else "" for k in ("flops", "activations")]
-        error = f"{r['oracle']:.0e}" if "oracle" in r else ""
+        errors = [f"{r[key]:.0e}" if key in r else "" for key in ("oracle", "oracle_parts")]
         remark = "; ".join(r["failed"]) or ("" if r["converted"] else r["reason"])
-        cells = [r["family"], r["model"], r["converted"], *saved, error, r.get("seconds", ""), remark]
+        parts = [errors[0], r.get("parts", ""), errors[1]]
+        cells = [r["family"], r["model"], r["converted"], *saved, *parts, r.get("seconds", ""), remark]
         page.append("| " + " | ".join(str(c).replace("|", "/") for c in cells) + " |")
     return "\n".join(page) + "\n"
 
