@@ -1,7 +1,8 @@
 """The section of ``docs/performance.md`` about parts: what was measured, and what the traffic of weights predicts.
 
 Each part of a batch has small weights of its own, ``[parts, ...]`` where one slice has ``[...]``. Products with them
-are the same arithmetic for any number of parts; making, reading and adding up the stack is traffic that grows with them.
+are the same arithmetic for any number of parts; making, reading and adding up the stack is traffic that grows with
+them.
 """
 
 from __future__ import annotations
