@@ -112,6 +112,7 @@ def test_what_there_is_to_train() -> None:
         ({"attention": "vales"}, "--attention vales: expected dims or values or heads or off: did you mean values"),
         ({"grow": [[0.5, 0.5], [0, 0]]}, "progress that begins with 0 and rises"),
         ({"grow": [[0.1, 0.5], [0.5, 0]]}, "progress that begins with 0"),
+        ({"grow": [[0, 0.5], [0.75, 0.25], [0.5, 0]]}, "progress that begins with 0 and rises"),
         ({"grow": [[0, 0.5], [1, 0]]}, "each below 1"),
         ({"grow": [[0, 0.25], [0.5, 0.5]]}, "rates that fall"),
         ({"grow": [[0, 0.5, 1]]}, "expected pairs of progress and rate"),
@@ -164,11 +165,15 @@ def test_the_gpt_and_its_narrow_form() -> None:
     assert sum(isinstance(m, torch.nn.Dropout) and m.p == 0.3 for m in model.modules()) == 5
     assert model.embedding.weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert model.layers[0].feed_forward.down.weight.std().item() == pytest.approx(0.01, rel=0.05)
+    used: list[Any] = []
+    for m in (m for m in model.modules() if isinstance(m, torch.nn.Dropout) and m.p):
+        m.register_forward_hook(lambda module, *rest: used.append(module))
     narrow = build("gpt-2-128", vocabulary=50, context=16, keep=0.5)
     assert narrow.layers[0].attention.v.out_features == 64
     assert narrow.layers[0].feed_forward.up.out_features == 256
     x = torch.randint(50, (2, 16))
     assert narrow(x).shape == model(x).shape == (2, 16, 50)
+    assert len(set(used)) == len(used) == 5
     report = sliceout.convert_(model, 0.5, example_inputs=x)
     assert report.converted == 6  # queries with keys, values, hidden units, of two layers
     residual = [m for m in model.modules() if isinstance(m, torch.nn.Dropout) and m.p]
@@ -340,7 +345,9 @@ def test_parts_and_growth_are_rows_of_their_own_on_the_page() -> None:
     records[1]["final"]["recalibrated"] = 0.931
     plain, text = page_of([records[0], records[3]]), page_of(records)
     assert "Beyond the paper" not in plain
-    assert len(groups.group(reading.Run(r, "") for r in records)) == 4
+    found = groups.group(reading.Run(r, "") for r in records)
+    asked = {"data": "cifar-10", "model": "wrn-28-6", "scheme": "sliceout", "rate": 0.5}
+    assert [groups.fits(g, asked) for g in found] == [True, False, False, False]  # the README asks so, too
     after = text.partition("Beyond the paper")[2].partition("## All runs")[0]
     assert "| SliceOut, circular, 8 parts, rate 0.5 |" in after
     assert "| SliceOut, prefix, growing (rate 0.5, 0.25 from 50 %, 0 from 75 %) |" in after
