@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 import math
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -230,17 +231,23 @@ class _Growth(sliceout.Schedule):
         super().__init__(model, {at: rate / rates[0.0] for at, rate in rates.items()})
 
 
-def test_growth_is_followed_and_goes_on_after_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["stand-in", "real"])
+def test_growth_is_followed_and_goes_on_after_a_stop(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from sliceout_lab.train import Stopped, loop
     from sliceout_lab.train.stop import Stop
 
-    monkeypatch.setattr(sliceout, "Grow", _Growth, raising=False)
+    if kind == "stand-in":
+        monkeypatch.setattr(sliceout, "Grow", _Growth, raising=False)
+    elif not hasattr(sliceout, "Grow"):
+        pytest.skip("sliceout.Grow is not merged yet")
     made: list[int] = []
     original = loop.make
     monkeypatch.setattr(loop, "make", lambda t, record: (made.append(record.step), original(t, record))[1])
     job = mlp_job(epochs=4, sampling="prefix", grow=GROWTH)
     whole = train(job, tmp_path / "whole")
-    assert _Growth.made == {0.0: 0.5, 0.5: 0.25, 0.75: 0.0}
+    assert kind == "real" or _Growth.made == {0.0: 0.5, 0.5: 0.25, 0.75: 0.0}
     steps = whole["steps_per_epoch"]
     assert made == [0, 2 * steps, 3 * steps]
 
@@ -256,6 +263,14 @@ def test_growth_is_followed_and_goes_on_after_a_stop(tmp_path: Path, monkeypatch
                 train(job, tmp_path / "parts")
     again = train(job, tmp_path / "parts")
     assert [e["loss"] for e in again["epochs"]] == [e["loss"] for e in whole["epochs"]]
+
+
+@pytest.mark.skipif("parts" not in signature(sliceout.convert_).parameters, reason="parts are not merged yet")
+def test_parts_train(tmp_path: Path) -> None:
+    one, several = (train(mlp_job(epochs=1, parts=parts), tmp_path) for parts in (1, 8))
+    assert one["id"] != several["id"]
+    assert one["epochs"][0]["loss"] != several["epochs"][0]["loss"]
+    assert (several["config"]["parts"], "parts" in one["config"]) == (8, False)
 
 
 def test_adamw_trains_and_a_typo_is_answered(tmp_path: Path) -> None:
