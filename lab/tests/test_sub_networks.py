@@ -318,7 +318,9 @@ def test_perplexity_by_word_on_both_splits(tmp_path: Path, capsys: pytest.Captur
     assert {"word_perplexity", "valid_word_perplexity", "perplexity", "valid_perplexity"} <= last.keys()
     assert last["word_perplexity"] > last["perplexity"]  # a word takes several tokens
     assert record["final"]["chosen"]["word_perplexity"] == last["word_perplexity"]
-    assert "chosen on validation" in capsys.readouterr().out.replace("\n", " ")
+    told = capsys.readouterr().out
+    assert "chosen on validation" in told.replace("\n", " ")
+    assert "  standard 0.5  " in told  # the table has room for it
 
 
 def test_recalibration_is_reported_beside_and_leaves_the_network_alone(monkeypatch: pytest.MonkeyPatch) -> None:

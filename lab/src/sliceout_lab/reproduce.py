@@ -277,8 +277,11 @@ def summary(plan: Plan, rows: Sequence[dict[str, Any]]) -> Table:
         table.add_column(heading)
     more = [extra for extra in EXTRAS if any(extra.value(r["final"]) is not None for r in rows)]
     headings = ("runs", f"last{unit}", f"best{unit}", *(e.heading for e in more), "s", "ms/step", "MiB")
+    long = {e.heading for e in more}  # which leave room for the schemes
     for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(
+            heading, justify="right", no_wrap=heading not in long, max_width=16 if heading in long else None
+        )
     for (name, scheme), records in grouped.items():
         finals = [r["final"] for r in records]
         percent = "accuracy" in finals[0]
