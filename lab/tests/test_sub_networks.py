@@ -343,6 +343,15 @@ def test_recalibration_is_reported_beside_and_leaves_the_network_alone(monkeypat
     assert evaluate.evaluate(t) == stale
 
 
+def test_an_experiment_that_asks_for_it_has_the_number_in_its_result(tmp_path: Path) -> None:
+    job = mlp_job("none", epochs=2)
+    job.config["recalibrate"] = True
+    record = train(job, tmp_path)
+    assert record["final"]["recalibrated"] == record["final"]["accuracy"]  # it has no batch norm
+    assert ["recalibrated" in e for e in record["epochs"]] == [False, True]
+    assert "recalibrated" not in train(mlp_job("none", epochs=1), tmp_path)["final"]
+
+
 # -- pages -------------------------------------------------------------------------------------------------------------
 
 

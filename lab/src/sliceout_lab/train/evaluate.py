@@ -59,6 +59,12 @@ def _exp(loss: float) -> float:
     return math.exp(min(loss, 80.0))
 
 
+def beside(epochs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What is reported beside the score of a run: see :func:`chosen` and :func:`recalibrated`."""
+    last = epochs[-1]
+    return chosen(epochs) | ({"recalibrated": last["recalibrated"]} if "recalibrated" in last else {})
+
+
 def chosen(epochs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Of text: what the test split says at the epoch that is best on the validation split, the rule of a fair report.
 

@@ -31,7 +31,7 @@ from ..storage import whole_file
 from .checkpoint import Checkpoints
 from .clock import Clock, spread
 from .distributed import Ranks
-from .evaluate import chosen, evaluate, recalibrated
+from .evaluate import beside, evaluate, recalibrated
 from .modes import forget_unused, make_step
 from .progress import Show
 from .setup import Training
@@ -347,7 +347,7 @@ def _result(t: Training, record: Record) -> dict[str, Any]:
             name: record.epochs[-1][name],
             "best": best[name],
             "at_epoch": best["epoch"],
-            **chosen(record.epochs),
+            **beside(record.epochs),
         },
         "seconds": sum(seconds),
         "seconds_per_epoch": statistics.median(seconds),
