@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sliceout.cli import UserError
-from sliceout_lab import experiment
+from sliceout_lab import experiment, scheme
 from sliceout_lab.models import build
 from sliceout_lab.train.rates import learning_rate
 
@@ -64,9 +64,7 @@ def test_the_papers_schedules() -> None:
 
 
 def test_the_rows_of_the_proof() -> None:
-    fashion = [
-        experiment.label(experiment.scheme_of(e, s)) for e in [experiment.load("fashion-mnist")] for s in e.schemes()
-    ]
+    fashion = [scheme.label(scheme.whole(e.scheme, s)) for e in [experiment.load("fashion-mnist")] for s in e.schemes()]
     kinds = (
         "standard {}",
         "controlled {}",
@@ -78,7 +76,7 @@ def test_the_rows_of_the_proof() -> None:
         k.format(r) for k in kinds[2:] for r in (0.1, 0.3, 0.5, 0.7)
     ]
     wrn = experiment.load("cifar10-wrn-28-6")
-    assert [experiment.label(experiment.scheme_of(wrn, s)) for s in wrn.schemes()] == [
+    assert [scheme.label(scheme.whole(wrn.scheme, s)) for s in wrn.schemes()] == [
         "none", "standard 0.3", "sliceout 0.5 window probabilistic", "sliceout 0.5 circular",
     ]  # fmt: skip
     assert experiment.load("fashion-mnist").seeds == (0, 1)

@@ -150,14 +150,20 @@ def test_a_fault_of_ours_keeps_its_traceback(monkeypatch, tmp_path: Path) -> Non
         (["train", "no/such.toml"], "no/such.toml: there is no such file"),
         (
             ["train", "fashionmnist"],
-            "there is no experiment 'fashionmnist': did you mean fashion-mnist?; `sliceout-",
+            "there is no experiment 'fashionmnist': did you mean fashion-mnist or fashion-mnist-parts?; `sliceout-",
         ),
         (
             ["train", "fashion-mnist", "--scheme", "standard", "--sampling", "window"],
             "--sampling window is a setting of",
         ),
         (["train", "fashion-mnist", "--scheme", "none", "--grads", "compact"], "leave it out with --scheme none"),
-        (["reproduce", "fashon-mnist"], "there is no table or experiment 'fashon-mnist': did you mean fashion-mnist?"),
+        (["train", "fashion-mnist", "--parts", "0"], "--parts 0: expected at least 1"),
+        (["train", "fashion-mnist", "--scheme", "standard", "--parts", "8"], "leave it out with --scheme standard"),
+        (["train", "fashion-mnist", "--attention", "values2"], "did you mean values?"),
+        (
+            ["reproduce", "fashon-mnist"],
+            "there is no table or experiment 'fashon-mnist': did you mean fashion-mnist or fashion-mnist-parts?",
+        ),
         (["reproduce", "zzz"], "there is no table or experiment 'zzz': there are cifar10-"),
         (["reproduce", "fashion-mnist", "--seeds", ""], "expected numbers such as 0,1,2"),
     ],

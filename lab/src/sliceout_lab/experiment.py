@@ -18,10 +18,12 @@ from typing import Any
 
 from sliceout.cli import UserError
 
-from .experiment_file import FOLDER, MODES, PRECISIONS, SCHEME, check, merge, names, near, read
+from .experiment_file import FOLDER, MODES, PRECISIONS, ROW, check, merge, names, near, read
+from .scheme import is_growth, label, whole
 
 SCALES = ("epochs", "width", "subset", "batch")
-SLICED = ("sliceout", "controlled", "patch")  # schemes whose networks are smaller
+OWN_TABLE = "sub-networks"
+"""The table of experiments that are not the paper's: several slices in a step, and widths that grow."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,14 @@ class Experiment:
     """Steps that count as one epoch; 0 is a pass over the data."""
     tail: float = 0.0
     """Last part of training without slicing."""
+    recalibrate: bool = False
+    """Also test the final network with batch-norm statistics that were estimated anew."""
     precision: str = "fp32"
     mode: str = "compiled"
     """How steps run on a GPU."""
     seeds: tuple[int, ...] = (0,)
     rows: tuple[dict[str, Any], ...] = ()
-    """Schemes that ``reproduce`` trains; lists of values stand for all combinations."""
+    """Schemes that ``reproduce`` trains; lists of values stand for all combinations. A row may also set ``ROW``."""
     quick: dict[str, Any] = field(default_factory=dict)
     """What ``reproduce --quick`` changes."""
 
@@ -63,7 +67,7 @@ class Experiment:
         """The rows, one by one."""
         out = []
         for row in self.rows or ({},):
-            lists = {k: v if isinstance(v, list) else [v] for k, v in row.items()}
+            lists = {k: v if isinstance(v, list) and not is_growth(k, v) else [v] for k, v in row.items()}
             out += [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
         return out
 
@@ -88,19 +92,6 @@ class Job:
     def label(self) -> str:
         """The scheme, for people."""
         return label(self.config)
-
-
-def label(config: Mapping[str, Any]) -> str:
-    """The scheme of a run, for people.
-
-    Example:
-        >>> label({"scheme": "sliceout", "rate": 0.5, "sampling": "window", "norm": "flow"})
-        'sliceout 0.5 window flow'
-    """
-    parts = [config["scheme"], config.get("rate") or None, config.get("sampling")]
-    if config.get("sampling") == "window" or config["scheme"] == "patch":
-        parts.append(config.get("norm"))
-    return " ".join(str(p) for p in parts if p is not None)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -176,7 +167,8 @@ def job(
     batch: int | None = None,
     scaled: Mapping[str, list[Any]] | None = None,
 ) -> Job:
-    """A run of ``experiment``: its default scheme changed by ``scheme``, scaled where numbers are given."""
+    """A run of ``experiment``: its default scheme changed by ``scheme`` (a row), scaled where numbers are given."""
+    experiment = _with_row(experiment, scheme or {})
     for name, value in (("epochs", epochs), ("width", width), ("subset", subset), ("batch", batch)):
         if value is not None and value < 1:
             raise UserError(f"--{name} {value}: expected at least 1")
@@ -196,7 +188,7 @@ def job(
         subset = None
     if subset is not None:
         changes["subset"] = [experiment.samples, subset]
-    chosen = scheme_of(experiment, scheme or {})
+    chosen = whole(experiment.scheme, scheme or {})
     config = {
         "data": experiment.data,
         "subset": subset,
@@ -208,48 +200,26 @@ def job(
         **used,
         "epoch_steps": experiment.epoch_steps,
         "tail": experiment.tail if chosen["scheme"] in ("sliceout", "patch") else 0.0,
+        **({"recalibrate": True} if experiment.recalibrate else {}),
         **{"augment": "none", "normalise": "unit", "flatten": False, "sequence": None, "size": None},
         **experiment.inputs,
         "precision": _precision(precision or experiment.precision, device),
         "mode": _mode(mode, experiment.mode, device, world),
         "world": world,
     }
+    if config["tail"] and "grow" in config:
+        raise UserError(f"tail {config['tail']:g} beside grow: let grow itself end with rate 0 instead")
     return Job(experiment.name, experiment.table, seed, config, changes)
 
 
-def scheme_of(experiment: Experiment, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The whole scheme: what is given, else the experiment's; what a scheme does not have is ``None``."""
-    from sliceout.schemes import SCHEMES
-
-    out = {
-        **dict.fromkeys(SCHEME),
-        **experiment.scheme,
-        **{k: v for k, v in given.items() if v is not None},
-    }
-    scheme, rate = out["scheme"], out["rate"]
-    if scheme not in SCHEMES:
-        raise UserError(f"scheme {scheme!r}: expected one of {', '.join(SCHEMES)}{near(scheme, SCHEMES)}")
-    out["grads"] = out["grads"] or "dense"
-    for key, allowed in (("sampling", ("circular", "window")), ("norm", ("probabilistic", "flow"))):
-        out[key] = out[key] or allowed[0]
-        if out[key] not in allowed:
-            raise UserError(f"--{key} {out[key]}: expected {' or '.join(allowed)}")
-    if scheme == "none":
-        rate = 0.0
-    elif rate is None or not 0 < rate < 1:
-        raise UserError(f"--rate {rate}: expected 0 < rate < 1 (no dropout at all is --scheme none)")
-    out["rate"] = float(rate)
-    if scheme != "sliceout":
-        out |= {"sampling": None, "exclusions": None}
-    if scheme not in ("sliceout", "patch"):
-        out["norm"] = None
-    if scheme == "patch":
-        out |= {"stages": None, "attention": None}
-    if scheme not in SLICED:
-        out |= {"align": None, "grads": "dense"}
-    if out["sampling"] == "circular":
-        out["norm"] = "probabilistic"  # where both norms coincide
-    return out
+def _with_row(experiment: Experiment, row: Mapping[str, Any]) -> Experiment:
+    """The experiment with what a row changes besides its scheme."""
+    given = {key: row[key] for key in ROW if row.get(key) is not None}
+    if "lr" in given:
+        given["optimizer"] = {**experiment.optimizer, "lr": given.pop("lr")}
+    if "model_settings" in given:
+        given["model_settings"] = {**experiment.model_settings, **given["model_settings"]}
+    return dataclasses.replace(experiment, **given)
 
 
 def _mode(asked: str, declared: str, device: str, world: int) -> str:
@@ -276,6 +246,6 @@ def _widened(experiment: Experiment, width: int) -> tuple[int, str, dict[str, An
     if experiment.model == "mlp":
         hidden = settings["hidden"]
         return max(hidden), "mlp", {**settings, "hidden": [width] * len(hidden)}
-    if found := re.fullmatch(r"(wrn-\d+|lm)-(\d+)", experiment.model):
+    if found := re.fullmatch(r"(wrn-\d+|gpt-\d+|lm)-(\d+)", experiment.model):
         return int(found[2]), f"{found[1]}-{width}", settings
     raise UserError(f"--width {width}: {experiment.model} comes in fixed widths")

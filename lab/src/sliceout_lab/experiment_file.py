@@ -35,9 +35,13 @@ SCHEME: dict[str, Any] = {
     "scheme": str, "rate": Number, "sampling": str, "norm": str, "align": int, "stages": int, "exclusions": bool,
     "attention": str, "grads": str,
 }  # fmt: skip
-"""A scheme and its settings."""
+"""A scheme and its settings: every one of them is in the config of a run."""
+LATER: dict[str, Any] = {"parts": int, "grow": list[list[Any]]}
+"""Settings of a scheme that came later: a run has them in its config only where they are set, so ids stay the same."""
+ROW: dict[str, Any] = {"epochs": int, "lr": Number, "model_settings": dict[str, Any]}
+"""What a row may change besides its scheme."""
 _SECTIONS: dict[str, Any] = {
-    "scheme": _struct("Scheme", **SCHEME),
+    "scheme": _struct("Scheme", **SCHEME, **LATER),
     "inputs": _struct("Inputs", augment=str, normalise=str, flatten=bool, sequence=int, size=int),
     "optimizer": _struct(
         "Optimizer", name=str, lr=Number, betas=list[Number], eps=Number, momentum=Number, dampening=Number,
@@ -48,10 +52,12 @@ _SECTIONS: dict[str, Any] = {
     ),
     "model_settings": dict[str, Any],  # what the network's class takes: it checks them itself
 }  # fmt: skip
-_Row = _struct("Row", **{key: kind | list[kind] for key, kind in SCHEME.items()})  # type: ignore[valid-type]
+_several = {key: kind | list[kind] for key, kind in (SCHEME | ROW | {"parts": int}).items()}  # type: ignore[valid-type]
+_Row = _struct("Row", **_several, grow=LATER["grow"])
 _ENTRIES: dict[str, Any] = {
     "title": str, "stands_in": str, "data": str, "samples": int, "model": str, "epochs": int, "epoch_steps": int,
-    "batch": int, "tail": Number, "precision": Precision, "mode": Mode, "seeds": list[int], "rows": list[_Row],  # type: ignore[valid-type]
+    "batch": int, "tail": Number, "recalibrate": bool, "precision": Precision, "mode": Mode, "seeds": list[int],
+    "rows": list[_Row],  # type: ignore[valid-type]
     **_SECTIONS,
 }  # fmt: skip
 _Quick = _struct("Quick", **_ENTRIES, width=int, subset=int)

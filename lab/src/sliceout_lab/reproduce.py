@@ -29,7 +29,8 @@ from . import report as report_pages
 from . import results
 from .experiment import Experiment, Job
 from .experiment_file import near
-from .report.groups import Estimate
+from .report.groups import EXTRAS, Estimate
+from .scheme import labels
 from .storage import explained
 from .train import Settings, Stopped, run
 from .train.__main__ import write
@@ -251,14 +252,20 @@ def _line(number: int, total: int, job: Job, record: dict[str, Any]) -> str:
 
 def _score(record: dict[str, Any]) -> str:
     final = record["final"]
-    return f"{final['accuracy']:.2%}" if "accuracy" in final else f"perplexity {final['perplexity']:.2f}"
+    if "accuracy" in final:
+        return f"{final['accuracy']:.2%}"
+    if chosen := final.get("chosen"):
+        return f"test word perplexity {chosen['word_perplexity']:.2f} at epoch {chosen['epoch']}, chosen on validation"
+    return f"perplexity {final['perplexity']:.2f}"
 
 
 def summary(plan: Plan, rows: Sequence[dict[str, Any]]) -> Table:
     """Every row of the plan that is there, over its seeds."""
     grouped: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for record in rows:
-        grouped.setdefault((record["experiment"], experiments.label(record["config"])), []).append(record)
+    for name in dict.fromkeys(r["experiment"] for r in rows):
+        same = [r for r in rows if r["experiment"] == name]
+        for record, told in zip(same, labels([r["config"] for r in same]), strict=True):
+            grouped.setdefault((name, told), []).append(record)
     shared = max(r["concurrent"] for r in rows)
     note = f"{shared} runs shared the device: their times are not comparable" if shared > 1 else None
     table = Table(
@@ -268,8 +275,13 @@ def summary(plan: Plan, rows: Sequence[dict[str, Any]]) -> Table:
     unit = ", %" if "accuracy" in rows[0]["final"] else ""
     for heading in (*(("experiment",) if several else ()), "scheme"):
         table.add_column(heading)
-    for heading in ("runs", f"last{unit}", f"best{unit}", "ms/step", "MiB"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    more = [extra for extra in EXTRAS if any(extra.value(r["final"]) is not None for r in rows)]
+    headings = ("runs", f"last{unit}", f"best{unit}", *(e.heading for e in more), "s", "ms/step", "MiB")
+    long = {e.heading for e in more}  # which leave room for the schemes
+    for heading in headings:
+        table.add_column(
+            heading, justify="right", no_wrap=heading not in long, max_width=16 if heading in long else None
+        )
     for (name, scheme), records in grouped.items():
         finals = [r["final"] for r in records]
         percent = "accuracy" in finals[0]
@@ -281,13 +293,16 @@ def summary(plan: Plan, rows: Sequence[dict[str, Any]]) -> Table:
             str(len(records)),
             _shown(last, percent),
             _shown([f["best"] for f in finals], percent),
+            *(_shown([e.value(f) for f in finals], e.percent) for e in more),
+            f"{statistics.median(r['seconds'] for r in records):.3g}",
             f"{statistics.median(r['ms_per_step'] for r in records):.3g}",
             f"{max(memory) / 2**20:,.0f}" if memory else "-",
         )
     return table
 
 
-def _shown(values: Sequence[float], percent: bool) -> str:
-    estimate = Estimate.of(100 * v if percent else v for v in values)
-    assert estimate is not None
+def _shown(values: Sequence[float | None], percent: bool) -> str:
+    estimate = Estimate.of(100 * v if percent else v for v in values if v is not None)
+    if estimate is None:
+        return "-"
     return f"{estimate.mean:.2f}" + (f" ± {estimate.se:.2f}" if estimate.se is not None else "")

@@ -14,7 +14,7 @@ SCHEMES = ("none", "standard", "controlled", "floor", "sliceout")
 MODES = ("eager", "compiled", "compiled-default", "captured", "captured-compiled")
 PRECISIONS = ("bf16", "tf32", "fp32")
 GRADS = ("dense", "compact")
-SAMPLINGS = ("circular", "window")
+SAMPLINGS = ("circular", "window", "prefix")
 BATCH = 128
 
 
@@ -28,6 +28,7 @@ class Case:
         mode: ``eager``; ``compiled`` (reduce-overhead) or ``compiled-default``, both with the loss inside;
             ``captured``, the whole step as one CUDA graph, and the same of a compiled model.
         size: side of the images, or tokens in a sequence; ``None`` for the model's own.
+        parts: of the batch, each with slices of its own (SliceOut).
     """
 
     model: str
@@ -41,6 +42,7 @@ class Case:
     align: int | None = None
     stages: int | None = None
     size: int | None = None
+    parts: int = 1
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -53,6 +55,14 @@ class Case:
             raise UserError(f"rate {self.rate}: expected 0 <= rate < 1")
         if self.batch < 1:
             raise UserError(f"batch {self.batch}: expected at least 1")
+        if self.parts < 1:
+            raise UserError(f"parts {self.parts}: expected at least 1")
+        if self.parts > 1 and self.scheme != "sliceout":
+            raise UserError(f"parts {self.parts}: of scheme sliceout alone, not of {self.scheme}")
+        if self.parts > 1 and self.grads == "compact":
+            raise UserError(
+                f"parts {self.parts}: not with compact gradients, since together the parts reach every unit"
+            )
 
     @property
     def compiled(self) -> bool:
@@ -71,6 +81,8 @@ class Case:
             words.append(f"p={self.rate:g}")
         if self.scheme == "sliceout" and self.sampling != "circular":
             words.append(self.sampling)
+        if self.parts > 1:
+            words.append(f"{self.parts} parts")
         if self.grads != "dense":
             words.append(self.grads)
         if self.align is not None:
@@ -95,6 +107,7 @@ def expand(
     *,
     grads: Sequence[str] = ("dense",),
     sampling: Sequence[str] = ("circular",),
+    parts: Sequence[int] = (1,),
     default_batch: Callable[[str], int] = lambda model: BATCH,
     **rest: Any,
 ) -> list[Case]:
@@ -103,18 +116,17 @@ def expand(
     for model, batch, mode in itertools.product(models, batches or [0], modes):
         for rate, scheme in itertools.product(rates, schemes):
             case = Case(model, batch or default_batch(model), scheme, rate, mode, **rest)
-            for g, s in itertools.product(grads, sampling):
-                found.append(_without_unused(replace(case, grads=g, sampling=s)))
+            for g, s, p in itertools.product(grads, sampling, parts):
+                if scheme != "sliceout":  # for which these make no difference
+                    found.append(_without_unused(case))
+                elif p == 1 or g == "dense":
+                    found.append(replace(case, grads=g, sampling=s, parts=p))
     return list(dict.fromkeys(found))
 
 
 def _without_unused(case: Case) -> Case:
     """Reset the settings that make no difference to the scheme."""
-    if case.scheme == "none":
-        case = replace(case, rate=0.0, align=None)
-    if case.scheme != "sliceout":
-        case = replace(case, grads="dense", sampling="circular")
-    return case
+    return replace(case, rate=0.0, align=None) if case.scheme == "none" else case
 
 
 def from_options(
@@ -124,16 +136,16 @@ def from_options(
     default_batch: Callable[[str], int] = lambda model: BATCH,
 ) -> list[Case]:
     """The cases that the options of ``bench`` ask for."""
-    batches = split("--batch", options.batch, int)
+    batches, parts = split("--batch", options.batch, int), split("--parts", options.parts, int)
     sizes = {name: getattr(options, name) for name in ("align", "stages", "size")}
-    for option, value in (*(("batch", b) for b in batches), *sizes.items()):
+    for option, value in (*(("batch", b) for b in batches), *(("parts", p) for p in parts), *sizes.items()):
         if value is not None and value < 1:
             raise UserError(f"--{option} {value}: expected at least 1")
     names = {
         name: split(f"--{name}", getattr(options, name), str) for name in ("schemes", "modes", "grads", "sampling")
     }
     return expand(
-        models, batches, rates=split("--rates", options.rates, float), default_batch=default_batch,
+        models, batches, rates=split("--rates", options.rates, float), parts=parts, default_batch=default_batch,
         precision=options.precision or ("bf16" if device == "cuda" else "fp32"), **names, **sizes,
     )  # fmt: skip
 

@@ -15,6 +15,7 @@ from ..nn.factory import plain_
 from ..nn.foreign import NUMBERS, AttentionNumbers, RotaryValues, smaller
 from ..slices import Axis
 from . import UserError
+from .floor_attention import narrow_attention_
 
 _NUMBERS = {"in": ("in_features", "in_channels", "nx"), "out": ("out_features", "out_channels", "nf")}
 """How layers that mix units call their sizes."""
@@ -24,7 +25,7 @@ def narrow_(model: nn.Module) -> nn.Module:
     """Cut every sliced layer of a converted model down to the units it keeps, for good.
 
     Raises:
-        UserError: if a layer cannot be cut, or a module of the network counts its units by itself.
+        UserError: if a layer cannot be cut.
     """
     for name, module in list(model.named_modules()):
         if isinstance(module, Sliced):
@@ -36,8 +37,12 @@ def narrow_(model: nn.Module) -> nn.Module:
 
 
 def _cut(module: Any, axes: dict[str, Axis]) -> None:
-    if isinstance(module, AttentionNumbers | RotaryValues | nn.MultiheadAttention):
-        raise NotImplementedError(f"{type(module).__name__} counts its units by itself")
+    if isinstance(module, nn.MultiheadAttention):
+        return narrow_attention_(module, axes)
+    if isinstance(module, AttentionNumbers):
+        return _fix_numbers(module)
+    if isinstance(module, RotaryValues):
+        return _fix_values(module, axes["unit"])
     plain_(module)
     if isinstance(module, nn.modules.dropout._DropoutNd):
         module.p = 0.0  # it rested
@@ -52,6 +57,25 @@ def _cut(module: Any, axes: dict[str, Axis]) -> None:
             setattr(module, name, smaller(name, getattr(module, name), axis))
     else:
         _cut_mixing(module, axes)
+
+
+def _fix_numbers(module: Any) -> None:
+    """What attention code counts by (``head_dim``, ``scale``) is what it was while the module was sliced, for good."""
+    numbers = dict(module.train()._substitutes or {})
+    plain_(module)
+    vars(module).update(numbers)
+
+
+def _fix_values(module: Any, axis: Axis) -> None:
+    """The rewritten forward stays: values have a width of their own, which queries and keys do not share."""
+    forward, size, width = type(module).forward, axis.slice.size, axis.slice.width
+
+    def by_head(self: nn.Module, values: Tensor, *shape: Any) -> Tensor:
+        sizes = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
+        return values.view([*sizes[:-1], width if sizes[-1] == size else sizes[-1]])
+
+    plain: Any = type(plain_(module))
+    module.__class__ = type(f"Narrow{plain.__name__}", (plain,), {"forward": forward, "_by_head": by_head})
 
 
 def _cut_mixing(module: Any, axes: dict[str, Axis]) -> None:

@@ -16,7 +16,8 @@ Model = Annotated[str, typer.Argument(help="timm:NAME, torchvision:NAME, hf:TYPE
 def command(
     model: Model,
     rate: Annotated[float, typer.Option(help="Fraction of the units that is dropped.")] = 0.5,
-    attention: Annotated[str, typer.Option(help="dims, heads or off.")] = "dims",
+    attention: Annotated[str, typer.Option(help="dims, values, heads or off.")] = "dims",
+    parts: Annotated[int, typer.Option(help="Equal parts of the batch, each with slices of its own.")] = 1,
     stages: Stages = None,
     json_: Annotated[bool, typer.Option("--json", help="Print plain data instead of a table.")] = False,
 ) -> None:
@@ -24,8 +25,11 @@ def command(
     from .. import convert_
     from .models import find_model
 
+    if parts < 1:
+        raise UserError(f"--parts {parts}: expected at least 1")
+    more = {"parts": parts} if parts > 1 else {}
     try:
-        report = convert_(find_model(model), rate, attention=attention, stages=stages)
+        report = convert_(find_model(model), rate, attention=attention, stages=stages, **more)  # type: ignore[arg-type]
     except ValueError as error:
         raise UserError(str(error)) from error
     print(json.dumps(report.as_dict(), indent=1) if json_ else report)

@@ -33,7 +33,8 @@ class BenchOptions:
     schemes: Annotated[str, _option("Of none, standard, controlled, floor, sliceout.")] = "none,standard,floor,sliceout"
     modes: Annotated[str, _option("Of eager, compiled, compiled-default, captured, captured-compiled.")] = "eager"
     precision: Annotated[str, _option("bf16, tf32 or fp32; by default bf16 on a GPU, fp32 else.")] = ""
-    sampling: Annotated[str, _option("Of circular, window.")] = "circular"
+    sampling: Annotated[str, _option("Of circular, window, prefix.")] = "circular"
+    parts: Annotated[str, _option("Equal parts of the batch, each with slices of its own, such as 1,4,8.")] = "1"
     grads: Annotated[str, _option("Of dense, compact.")] = "dense"
     align: Annotated[int | None, _option("Starts and widths are multiples of it.")] = None
     stages: Stages = None

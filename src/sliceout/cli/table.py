@@ -113,7 +113,10 @@ def in_order(rows: list[Row]) -> list[Row]:
     for row in rows:
         order.setdefault(case_of(row).setting, len(order))
     rank = {"none": 0, "standard": 1, "controlled": 2, "floor": 3, "sliceout": 4}
-    return sorted(rows, key=lambda r: (order[case_of(r).setting], r["rate"] if r["rate"] else 0, rank[r["scheme"]]))
+    return sorted(
+        rows,
+        key=lambda r: (order[case_of(r).setting], r["rate"] or 0, rank[r["scheme"]], r.get("parts") or 1),
+    )
 
 
 def milliseconds(value: float) -> str:

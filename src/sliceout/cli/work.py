@@ -7,6 +7,7 @@ compiled region. SliceOut gets exactly the same treatment.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from .. import convert_
 from ..capture import capture
 from ..conversion.dry_run import guesses
+from ..nn.base import Sliced
 from . import UserError
 from .cases import Case
 from .floor import narrow_
@@ -105,11 +107,29 @@ class Work:
             return
         settings: dict[str, Any] = {"align": case.align, "stages": case.stages, "sampling": case.sampling}
         settings |= {"grads": case.grads, "payoff": False}  # whether it pays is what is to be measured
+        settings |= {"parts": case.parts} if case.parts > 1 else {}
         scheme = "sliceout" if case.scheme == "floor" else case.scheme
         x, _ = self.batch(2, torch.device("cpu"))
         convert_(self.net, case.rate, scheme=scheme, example_inputs=x, **settings)
         if case.scheme == "floor":
             narrow_(self.net)
+
+
+def kept_weights(net: nn.Module) -> int:
+    """How many entries the slices of all weight matrices have together: what each part of a batch has of its own."""
+    total = 0.0
+    for layer in net.modules():
+        if not isinstance(layer, Sliced):
+            continue
+        shares = {role: axis.width / axis.size for role, axis in layer.axes.items()}
+        if isinstance(layer, nn.MultiheadAttention):
+            heads = shares.get("heads", 1.0)  # two projections for queries and keys, two for values
+            share = 2 * shares.get("qk", heads) + 2 * shares.get("v", heads)
+            total += share * layer.out_proj.weight.numel()
+        else:
+            held = (p for p in layer.parameters(recurse=False) if p.dim() > 1)
+            total += sum(p.numel() for p in held) * math.prod(shares.values())
+    return round(total)
 
 
 def logits(out: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 
 from .cases import case_of
 from .measure import measure
-from .work import Work, set_precision
+from .work import Work, kept_weights, set_precision
 
 Action = Callable[[Work, dict[str, Any], TextIO], dict[str, Any]]
 
@@ -33,6 +33,7 @@ def serve(task: dict[str, Any], build: type[Work], act: Action) -> None:
         set_precision(case.precision)
         work = build(case, torch.device(task["device"]))
         row["parameters"] = sum(p.numel() for p in work.net.parameters())
+        row["kept_weights"] = kept_weights(work.net)
         row.update(act(work, task, out))
     except torch.OutOfMemoryError as error:
         row["error"] = "out of memory: " + str(error).partition(". ")[0]

@@ -24,9 +24,9 @@ from .. import machine
 from .suites import paper_of
 
 COLUMNS = (
-    "model", "batch", "mode", "precision", "scheme", "rate", "sampling", "grads", "align", "stages", "size", "ms",
-    "ms_p10", "ms_p90", "ms_mean", "repeats", "max_allocated", "max_reserved", "max_reserved_process", "flops",
-    "parameters", "energy_joules_per_step", "error",
+    "model", "batch", "mode", "precision", "scheme", "rate", "sampling", "parts", "grads", "align", "stages", "size",
+    "ms", "ms_p10", "ms_p90", "ms_mean", "repeats", "max_allocated", "max_reserved", "max_reserved_process", "flops",
+    "parameters", "kept_weights", "energy_joules_per_step", "error",
 )  # fmt: skip
 
 

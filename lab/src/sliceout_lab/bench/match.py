@@ -18,7 +18,7 @@ from .run import CASE_SECONDS, Say, run_cases
 
 SEARCH_SECONDS = 5 * CASE_SECONDS
 """A search makes about ten steps of other shapes, and each may be compiled."""
-KEYS = ("model", "mode", "precision", "rate", "sampling", "grads", "align", "stages", "size")
+KEYS = ("model", "mode", "precision", "rate", "sampling", "grads", "align", "stages", "size", "parts")
 
 
 def baseline_of(case: Case, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
@@ -30,7 +30,7 @@ def baseline_of(case: Case, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | 
 
 def key_of(entry: dict[str, Any]) -> tuple[Any, ...]:
     """What an entry was measured for: an entry that is there is not measured again."""
-    return (entry["standard"]["batch"], *(entry.get(k) for k in KEYS))
+    return (entry["standard"]["batch"], *(entry.get(k, 1 if k == "parts" else None) for k in KEYS))
 
 
 def match(

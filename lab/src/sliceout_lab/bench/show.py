@@ -56,6 +56,7 @@ def match_cells(entry: dict[str, Any]) -> list[str]:
     a, b = entry["standard"], entry["sliceout"]
     how = [f"{entry['mode']} {entry['precision']} p={entry['rate']:g}"]
     how += [str(entry[k]) for k, usual in (("sampling", "circular"), ("grads", "dense")) if entry[k] != usual]
+    how += [f"{entry['parts']} parts"] if entry.get("parts", 1) > 1 else []
     where = [entry["model"], " ".join(how)]
     none = " (no dropout)" if entry.get("baseline") == "none" else ""
     first = [f"{a['batch']}{none}", _held(a), f"{a['samples_per_second']:,.0f}"]
@@ -102,7 +103,8 @@ def series(rows: Iterable[dict[str, Any]], along: str) -> dict[str, Points]:
 def _curve_name(case: Case, along: str) -> str:
     if along == "width":
         return f"{case.model} {case.label}"
-    return f"{case.model} {case.scheme}" + (f" {case.grads}" if case.grads != "dense" else "")
+    words = [case.model, case.scheme, *([case.grads] if case.grads != "dense" else [])]
+    return " ".join([*words, *([f"{case.parts} parts"] if case.parts > 1 else [])])
 
 
 def monotone(values: Sequence[float], rising: bool) -> tuple[float, int]:

@@ -21,7 +21,8 @@ def declared() -> dict[str, Any]:
 
 def family_of(model: str) -> str:
     """mlp, wrn, efficientnet, lm or user."""
-    return "user" if ":" in model else model.partition("-")[0]
+    family = "user" if ":" in model else model.partition("-")[0]
+    return "lm" if family == "gpt" else family
 
 
 def default_batch(model: str) -> int:
@@ -47,6 +48,7 @@ def _cases(entry: dict[str, Any]) -> Iterator[Case]:
         entry.get("modes", ["eager"]),
         grads=entry.get("grads", ["dense"]),
         sampling=entry.get("sampling", ["circular"]),
+        parts=entry.get("parts", [1]),
         default_batch=default_batch,
         **rest,
     )
@@ -59,7 +61,7 @@ def paper() -> list[dict[str, Any]]:
 
 def paper_of(case: Case) -> dict[str, Any] | None:
     """The paper's row for this case, if it has one."""
-    if case.scheme != "sliceout":
+    if case.scheme != "sliceout" or case.parts > 1:
         return None
     rows = (r for r in paper() if r["model"] == case.model and abs(r["rate"] - case.rate) < 1e-9)
     return next(rows, None)

@@ -28,7 +28,7 @@ def command(
         ),
     ] = None,
     suite: Annotated[
-        str | None, typer.Option(help="A named set of cases instead: h200-must, scaling, cpu, tiny.")
+        str | None, typer.Option(help="A named set of cases instead: h200-must, parts, scaling, cpu, tiny.")
     ] = None,
     *,
     options: BenchOptions,

@@ -21,9 +21,11 @@ def command(
     list_all: Annotated[bool, typer.Option("--list", help="Show all experiments and stop.")] = False,
     scheme: Annotated[str | None, typer.Option(help=_SCHEME, show_default="the experiment's")] = None,
     rate: Annotated[float | None, typer.Option(help="Fraction of units that is dropped.")] = None,
-    sampling: Annotated[str | None, typer.Option(help="circular or window.")] = None,
+    sampling: Annotated[str | None, typer.Option(help="circular, window or prefix.")] = None,
     norm: Annotated[str | None, typer.Option(help="probabilistic or flow.")] = None,
     grads: Annotated[str | None, typer.Option(help="dense, or compact: gradients of the slice only.")] = None,
+    parts: Annotated[int | None, typer.Option(help="Equal parts of the batch, each with slices of its own.")] = None,
+    attention: Annotated[str | None, typer.Option(help="dims, values, heads or off.")] = None,
     seed: Annotated[int, typer.Option(help="Of the weights, the batches and the slices.")] = 0,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data; schedules shrink with them.")] = None,
     width: Annotated[int | None, typer.Option(help="Another width of the same network.")] = None,
@@ -52,10 +54,11 @@ def command(
         raise UserError("which experiment? `sliceout-lab train --list` shows them all")
     declared = experiments.load(experiment)
     where = find_device(device)
-    chosen = {"scheme": scheme, "rate": rate, "sampling": sampling, "norm": norm, "grads": grads}
+    chosen = {"scheme": scheme, "rate": rate, "sampling": sampling, "norm": norm, "grads": grads, "parts": parts}
+    chosen["attention"] = attention
     if scheme == "none" and rate:
         raise UserError(f"--scheme none --rate {rate}: nothing is dropped there; leave out --rate")
-    for option, value in (("--sampling", sampling), ("--norm", norm), ("--grads", grads)):
+    for option, value in (("--sampling", sampling), ("--norm", norm), ("--grads", grads), ("--parts", parts)):
         if value is not None and scheme in ("none", "standard", "spatial", "dropblock"):
             raise UserError(f"{option} {value} is a setting of sliced schemes: leave it out with --scheme {scheme}")
     if not 0 <= seed < 2**32:
@@ -104,6 +107,10 @@ def _train(
         score_text = f"test accuracy {score['accuracy']:.2%} (best {score['best']:.2%} in epoch {score['at_epoch']})"
     else:
         score_text = f"perplexity {score['perplexity']:.2f} (best {score['best']:.2f} in epoch {score['at_epoch']})"
+    if chosen := score.get("chosen"):
+        score_text += (
+            f", test word perplexity {chosen['word_perplexity']:.2f} at epoch {chosen['epoch']} (validation's)"
+        )
     console.print(
         f"{job.experiment} {job.label}: {score_text}, {result['ms_per_step']:.3g} ms per step, "
         f"{result['seconds']:.1f} s of training.  Result {job.id} in {out / results.NAME}",

@@ -46,22 +46,25 @@ class Corpus:
         return self.train or self.valid or self.test
 
 
-def encode(corpus: Corpus, folder: Path, vocabulary_of: Corpus | None = None) -> tuple[list[Tensor], list[int], int]:
+def encode(
+    corpus: Corpus, folder: Path, vocabulary_of: Corpus | None = None, size: int = VOCABULARY
+) -> tuple[list[Tensor], list[int], int]:
     """The tokens of the three splits, the words in each (ends of lines count as words), and the size of the vocabulary.
 
     Args:
         corpus: what to encode.
         folder: beside which the results are kept.
         vocabulary_of: learn the byte-pair encoding from this text instead of the corpus's own training text.
+        size: tokens of the vocabulary.
     """
-    source = _fingerprint((vocabulary_of or corpus).vocabulary_from(), f"bpe {FORMAT} {VOCABULARY}")
+    source = _fingerprint((vocabulary_of or corpus).vocabulary_from(), f"bpe {FORMAT} {size}")
     key = _fingerprint([*corpus.train, Path("|"), *corpus.valid, Path("|"), *corpus.test], source)
     cache = _cache_folder(folder)
     index = cache / f"tokens-{key[:16]}.json"
     with _alone(cache):
         known = _read_index(index)
         if known is None:
-            encoder = _encoder(cache, source, (vocabulary_of or corpus).vocabulary_from())
+            encoder = _encoder(cache, source, (vocabulary_of or corpus).vocabulary_from(), size)
             known = _encode_all(corpus, encoder, cache, key)
             _write(index, json.dumps(known, indent=1).encode())
     tensors = []
@@ -110,11 +113,11 @@ def _read_index(index: Path) -> dict[str, Any] | None:
     return known if sound else None
 
 
-def _encoder(cache: Path, source: str, texts: Sequence[Path]) -> Any:
+def _encoder(cache: Path, source: str, texts: Sequence[Path], size: int) -> Any:
     """The byte-pair encoding of these texts, from its file or trained now."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    path = cache / f"bpe-{VOCABULARY}-{source[:16]}.json"
+    path = cache / f"bpe-{size}-{source[:16]}.json"
     if path.is_file():
         try:
             kept = json.loads(path.read_bytes())
@@ -124,12 +127,12 @@ def _encoder(cache: Path, source: str, texts: Sequence[Path]) -> Any:
             pass
         print(f"sliceout-lab: {path} is damaged and is made again", file=sys.stderr)
     what = ", ".join(str(t) for t in texts[:2]) + (f" and {len(texts) - 2} more files" if len(texts) > 2 else "")
-    print(f"sliceout-lab: learning a {VOCABULARY:,}-token vocabulary from {what}; this is done once", file=sys.stderr)
+    print(f"sliceout-lab: learning a {size:,}-token vocabulary from {what}; this is done once", file=sys.stderr)
     encoder = Tokenizer(models.BPE())
     encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     encoder.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=size,
         special_tokens=[END, UNKNOWN],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

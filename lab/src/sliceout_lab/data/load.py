@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from .bpe import VOCABULARY
 from .catalogue import BUNDLED, DATASETS, NAMES, Dataset, Loaded
 from .fashion import fashion_mnist
 from .files import DataError
 from .text import own_text, tokens
+
+LEAST, MOST = 300, 1_000_000
+"""Sizes of a vocabulary: all bytes are in it."""
 
 
 def load(
@@ -18,7 +22,8 @@ def load(
 
     Args:
         name: one of ``NAMES``; or ``text:PATH`` for text of one's own, a file or a folder with ``train.txt``,
-            ``valid.txt`` and ``test.txt``. Tiny ImageNet also at another size: ``tiny-imagenet-100@32``.
+            ``valid.txt`` and ``test.txt``. Tiny ImageNet also at another size: ``tiny-imagenet-100@32``; a text of
+            ``NAMES`` also with another vocabulary than 32,000 tokens: ``wikitext-2@8192``.
         folder: where to look; ``None`` looks in ``$SLICEOUT_DATA``, ``./data`` and ``~/.cache/sliceout``.
         subset: only so many training samples: of images, the first ones of every class alike; of text, the first
             tokens. The test data stays whole.
@@ -41,7 +46,7 @@ def load(
     elif base not in DATASETS:
         raise DataError(f"unknown data set {name!r}; known: {', '.join(NAMES)}, text:PATH")
     elif DATASETS[base].corpus is not None:
-        loaded = _text(DATASETS[base], where, vocabulary)
+        loaded = _text(DATASETS[base], where, vocabulary, size)
     else:
         loaded = _images(DATASETS[base], where, size)
     loaded = replace(loaded, name=name)
@@ -61,8 +66,10 @@ def _images(dataset: Dataset, where: Path | None, size: str) -> Loaded:
     return dataset.read(dataset.require(where), int(size))
 
 
-def _text(dataset: Dataset, where: Path | None, vocabulary: str | None) -> Loaded:
+def _text(dataset: Dataset, where: Path | None, vocabulary: str | None, size: str) -> Loaded:
     assert dataset.corpus is not None
+    if size and (not size.isdigit() or not LEAST <= int(size) <= MOST):
+        raise DataError(f"{dataset.name}@{size}: expected a vocabulary of {LEAST} to {MOST:,} tokens")
     other = None
     if vocabulary is not None:
         known = DATASETS.get(vocabulary)
@@ -70,7 +77,7 @@ def _text(dataset: Dataset, where: Path | None, vocabulary: str | None) -> Loade
             raise DataError(f"vocabulary={vocabulary!r}: is no text; expected one of {', '.join(_texts())}")
         other = known.corpus(known.require(where))
     folder = dataset.require(where)
-    return tokens(dataset.name, dataset.corpus(folder), folder, other)
+    return tokens(dataset.name, dataset.corpus(folder), folder, other, int(size or VOCABULARY))
 
 
 def _texts() -> list[str]:

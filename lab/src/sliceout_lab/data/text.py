@@ -1,6 +1,7 @@
 """Language modelling data: WikiText, the One Billion Word benchmark, and any text of one's own.
 
-All of it is encoded with a byte-pair encoding of 32,000 tokens that is learnt from its own training split. Losses per
+All of it is encoded with a byte-pair encoding that is learnt from its own training split, of 32,000 tokens unless the
+name of the data says otherwise (``wikitext-2@8192``). Losses per
 token are therefore not those of papers, which count words: ``Tokens.words`` has the number of words (ends of lines
 included, as usual for WikiText), so that ``exp(total loss / words)`` is the perplexity per word.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from .bpe import Corpus, encode
+from .bpe import VOCABULARY, Corpus, encode
 from .files import PACKED, DataError, may_write, present, read_text
 from .sets import Tokens
 
@@ -44,9 +45,11 @@ def splits(folder: Path) -> Corpus:
     return Corpus(*((_file(folder, f"{split}.txt"),) for split in ("train", "valid", "test")))
 
 
-def tokens(name: str, corpus: Corpus, folder: Path, vocabulary_of: Corpus | None = None) -> Tokens:
-    """Encode a corpus; ``folder`` is where the result is kept."""
-    streams, words, vocabulary = encode(corpus, folder, vocabulary_of)
+def tokens(
+    name: str, corpus: Corpus, folder: Path, vocabulary_of: Corpus | None = None, size: int = VOCABULARY
+) -> Tokens:
+    """Encode a corpus with a vocabulary of ``size``; ``folder`` is where the result is kept."""
+    streams, words, vocabulary = encode(corpus, folder, vocabulary_of, size)
     (train, valid, test), (a, b, c) = streams, words
     return Tokens(name, train, valid, test, vocabulary, (a, b, c))
 

@@ -10,17 +10,18 @@ from torch import nn
 
 from .efficientnet import efficientnet, efficientnet_lite
 from .mlp import mlp
-from .transformer import TransformerLM
+from .transformer import TransformerLM, gpt
 from .wide_resnet import WideResNet
 
-__all__ = ["NAMES", "TransformerLM", "WideResNet", "build", "efficientnet", "efficientnet_lite", "mlp"]
+__all__ = ["NAMES", "TransformerLM", "WideResNet", "build", "efficientnet", "efficientnet_lite", "gpt", "mlp"]
 
 NAMES = (
     "mlp", "wrn-28-6", "wrn-34-8", "wrn-40-10", "wrn-46-12", "wrn-52-14",
     "efficientnet-b0", "efficientnet-b1", "efficientnet-b2", "efficientnet-b3", "efficientnet-lite0",
-    "lm-1024", "lm-2048",
+    "lm-1024", "lm-2048", "gpt-8-512",
 )  # fmt: skip
-"""The paper's networks. ``wrn-<depth>-<width>``, ``efficientnet-b<n>`` and ``lm-<width>`` work for other sizes too."""
+"""The paper's networks, and a GPT of our own. ``wrn-<depth>-<width>``, ``efficientnet-b<n>``, ``lm-<width>`` and
+``gpt-<layers>-<width>`` work for other sizes too."""
 
 
 def build(name: str, **settings: Any) -> nn.Module:
@@ -42,6 +43,8 @@ def build(name: str, **settings: Any) -> nn.Module:
         return WideResNet(int(found[1]), int(found[2]), **settings)
     if found := re.fullmatch(r"efficientnet-(b\d+)", name):
         return efficientnet(found[1], **settings)
+    if found := re.fullmatch(r"gpt-(\d+)-(\d+)", name):
+        return gpt(int(found[1]), int(found[2]), **settings)
     if found := re.fullmatch(r"lm-(\d+)", name):
         return TransformerLM(int(found[1]), **settings)
     close = difflib.get_close_matches(name, NAMES, 1)

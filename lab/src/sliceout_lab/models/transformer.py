@@ -7,11 +7,13 @@ without knowing this class: queries with keys, values with the output projection
 The paper follows Vaswani et al. (2017), and so do the defaults: post-norm, sinusoidal positions, ReLU, and one matrix
 for embedding and softmax. It names 6 layers, 4 heads, widths 1024 and 2048, and a vocabulary of 32k. Dropout lies where
 SliceOut slices: on what the output projection of the attention reads, and on the units inside the feed-forward layers.
+:func:`gpt` makes the network that is usual now: pre-norm, learned positions, GELU, GPT-2's initial weights.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +24,9 @@ from sliceout.slices import width_of
 ACTIVATIONS = ("relu", "gelu", "swiglu")
 NORMS = ("post", "pre")
 POSITIONS = ("sinusoidal", "learned")
+INITS = ("xavier", "gpt2")
+HEAD = 64
+"""Dims of a head of :func:`gpt`."""
 
 
 class Attention(nn.Module):
@@ -62,18 +67,21 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     """Attention and feed-forward, each with a residual connection and a layer norm before or after it."""
 
-    def __init__(self, attention: Attention, feed_forward: FeedForward, width: int, norm: str) -> None:
+    def __init__(
+        self, attention: Attention, feed_forward: FeedForward, width: int, norm: str, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.attention, self.feed_forward = attention, feed_forward
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.pre = norm == "pre"
+        self.drop1, self.drop2 = _dropout(dropout), _dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.pre:
-            x = x + self.attention(self.norm1(x))
-            return x + self.feed_forward(self.norm2(x))
-        x = self.norm1(x + self.attention(x))
-        return self.norm2(x + self.feed_forward(x))
+            x = x + self.drop1(self.attention(self.norm1(x)))
+            return x + self.drop2(self.feed_forward(self.norm2(x)))
+        x = self.norm1(x + self.drop1(self.attention(x)))
+        return self.norm2(x + self.drop2(self.feed_forward(x)))
 
 
 class TransformerLM(nn.Module):
@@ -85,10 +93,13 @@ class TransformerLM(nn.Module):
         context: the longest sequence.
         hidden: of the feed-forward layers, 4 times the width by default.
         dropout: rate at the places that SliceOut slices.
+        residual_dropout: rate on what attention and feed-forward layers add to the residual stream, and on its start.
         tied: use the embedding matrix for the logits too.
         norm: ``"post"`` (the original) or ``"pre"``.
         positions: ``"sinusoidal"`` (the original) or ``"learned"``.
         activation: ``"relu"`` (the original), ``"gelu"`` or ``"swiglu"``.
+        init: ``"xavier"``, with embeddings that are scaled up where they are read (the original), or ``"gpt2"``:
+            deviations of 0.02, less for what adds to the residual stream.
         keep: fraction of each head and of the feed-forward units: below 1, this is the plain network that SliceOut
             computes at each step, the floor for its time and memory.
 
@@ -108,15 +119,18 @@ class TransformerLM(nn.Module):
         context: int = 256,
         hidden: int | None = None,
         dropout: float = 0.0,
+        residual_dropout: float = 0.0,
         tied: bool = True,
         norm: str = "post",
         positions: str = "sinusoidal",
         activation: str = "relu",
+        init: str = "xavier",
         keep: float = 1.0,
     ) -> None:
         super().__init__()
         for name, value, allowed in (
             ("norm", norm, NORMS), ("positions", positions, POSITIONS), ("activation", activation, ACTIVATIONS),
+            ("init", init, INITS),
         ):  # fmt: skip
             if value not in allowed:
                 raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
@@ -127,21 +141,23 @@ class TransformerLM(nn.Module):
         dims, hidden = width // heads, 4 * width if hidden is None else hidden
         dims, hidden = (width_of(n, 1 - keep, None)[0] for n in (dims, hidden))  # as convert_ rounds
         self.width, self.context = width, context
+        self.scale = math.sqrt(width) if init == "xavier" else 1.0
         self.embedding = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(context, width) if positions == "learned" else None
         if self.position is None:
             self.register_buffer("waves", _waves(context, width), persistent=False)
-        self.layers = nn.Sequential(
-            *(
-                Layer(
-                    Attention(width, heads, dims, dropout), FeedForward(width, hidden, activation, dropout), width, norm
-                )
-                for _ in range(layers)
-            )
-        )
+        self.dropout = _dropout(residual_dropout)
+
+        def layer() -> Layer:
+            inner = Attention(width, heads, dims, dropout), FeedForward(width, hidden, activation, dropout)
+            return Layer(*inner, width, norm, residual_dropout)
+
+        self.layers = nn.Sequential(*(layer() for _ in range(layers)))
         self.norm = nn.LayerNorm(width) if norm == "pre" else None
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.reset_parameters()
+        if init == "gpt2":
+            self._as_gpt2()
         if tied:
             self.head.weight = self.embedding.weight
 
@@ -154,17 +170,34 @@ class TransformerLM(nn.Module):
                 if m.bias is not None:
                     nn.init.zeros_(m.bias)
 
+    def _as_gpt2(self) -> None:
+        for name, p in self.named_parameters():
+            if p.dim() > 1:
+                adds = name.endswith(("attention.o.weight", "feed_forward.down.weight"))
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * len(self.layers)) if adds else 0.02)
+
     def forward(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[-1]
         if length > self.context:
             raise ValueError(f"a sequence of {length} tokens is longer than context={self.context}")
-        x = self.embedding(tokens) * math.sqrt(self.width)
-        if self.position is not None:
-            x = x + self.position.weight[:length] * math.sqrt(self.width)
-        else:
-            x = x + self.waves[:length]  # type: ignore[index]
-        x = self.layers(x)
+        positions: Any = self.waves if self.position is None else self.position.weight * self.scale
+        x = self.layers(self.dropout(self.embedding(tokens) * self.scale + positions[:length]))
         return self.head(x if self.norm is None else self.norm(x))
+
+
+def gpt(layers: int, width: int, **settings: Any) -> TransformerLM:
+    """The usual GPT of so many layers and this width, with heads of 64 dims.
+
+    Example:
+        >>> round(sum(p.numel() for p in gpt(8, 512, vocabulary=8192).parameters()) / 1e6, 1)
+        29.5
+    """
+    usual = {"norm": "pre", "positions": "learned", "activation": "gelu", "init": "gpt2"}
+    return TransformerLM(width, **{"layers": layers, "heads": max(width // HEAD, 1), **usual, **settings})
+
+
+def _dropout(rate: float) -> nn.Module:
+    return nn.Dropout(rate) if rate else nn.Identity()
 
 
 def _waves(context: int, width: int) -> Tensor:

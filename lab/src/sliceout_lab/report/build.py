@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from . import frontier, paper, plots, speed, tables
+from . import frontier, own, paper, plots, speed, tables
 from .co2 import Carbon
 from .co2 import page as co2_page
 from .compare import Compared, compare
@@ -44,11 +44,12 @@ READING = (
 
 def pages(measured: Measured, carbon: Carbon) -> list[Page]:
     """Results and CO2."""
-    groups = group(measured.runs)
+    every = group(measured.runs)
+    groups = [g for g in every if not g.own]
     taken = steps(measured, groups)
     compared = [compare(table, groups, taken) for table in paper.tables()]
     drawn, speeds = speed.speedups(taken)
-    out = Page("Results beside the paper", _opening(measured, groups))
+    out = Page("Results beside the paper", _opening(measured, every))
     out.add(Heading("Findings"))
     said = findings(compared, groups, speeds, taken)
     out.add(Bullets(said) if said else Text("*Nothing was run here yet: what follows are the paper's own numbers.*"))
@@ -66,12 +67,13 @@ def pages(measured: Measured, carbon: Carbon) -> list[Page]:
         ),
         Figures([*frontier.ours(groups), *frontier.papers()]),
     )
-    out.add(Heading("All runs"), *tables.of_all(groups))
+    out.add(*own.section(every))
+    out.add(Heading("All runs"), *tables.of_all(every))
     out.add(Heading("The paper in words"), *tables.in_words())
     out.add(Heading("How to read this"), Bullets(READING))
     if notes := _notes(measured):
         out.add(Heading("Notes on runs"), Bullets(notes))
-    return [out, co2_page(measured, groups, speeds, carbon)]
+    return [out, co2_page(measured, every, speeds, carbon)]
 
 
 def _opening(measured: Measured, groups: Sequence[Group]) -> list[Block]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ..experiment import OWN_TABLE
+from ..scheme import additions
 from .reading import Run
 
 SUBSETS = {"fashion-mnist-8k": "fashion-mnist"}
@@ -41,6 +43,29 @@ class Estimate:
 
     def scaled(self, factor: float) -> Estimate:
         return Estimate(self.mean * factor, None if self.se is None else self.se * abs(factor), self.n)
+
+
+@dataclass(frozen=True)
+class Extra:
+    """A number that some runs have beside their score."""
+
+    heading: str
+    path: tuple[str, ...]
+    """Where it stands in the ``final`` of a record."""
+    percent: bool
+
+    def value(self, final: Mapping[str, Any]) -> float | None:
+        found: Any = final
+        for key in self.path:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        return found
+
+
+EXTRAS = (
+    Extra("test word ppl, epoch by validation", ("chosen", "word_perplexity"), percent=False),
+    Extra("validation word ppl there", ("chosen", "valid_word_perplexity"), percent=False),
+    Extra("norms re-estimated, %", ("recalibrated",), percent=True),
+)
 
 
 @dataclass(frozen=True)
@@ -78,6 +103,12 @@ class Group:
         scheme = str(self.config["scheme"])
         return "none" if not self.config.get("rate") and scheme in ("standard", "controlled") else scheme
 
+    @property
+    def own(self) -> bool:
+        """Whether it is no setting of the paper's: its numbers fill no cell of the paper's tables."""
+        other = additions(self.config) or self.config.get("sampling") == "prefix"
+        return bool(other) or self.runs[0].record.get("table") == OWN_TABLE
+
     def declared(self, key: str) -> Any:
         """What the experiment asked for, before it was scaled down."""
         return self.scaled[key][0] if key in self.scaled else self.config.get(key)
@@ -88,6 +119,12 @@ class Group:
         values = [final.get("best" if statistic == "best" else self.metric) for final in finals]
         got = Estimate.of(v for v in values if isinstance(v, int | float))
         return got.scaled(100) if got and self.metric == "accuracy" else got
+
+    def extra(self, one: Extra) -> Estimate | None:
+        """One of ``EXTRAS``; accuracies in percent."""
+        values = [one.value(run.record["final"]) for run in self.runs]
+        got = Estimate.of(v for v in values if v is not None)
+        return got.scaled(100) if got and one.percent else got
 
     def number(self, name: str, *, alone: bool = True) -> Estimate | None:
         """A number of the record, of those runs only that had the device for themselves if ``alone``."""
@@ -115,6 +152,8 @@ def group(runs: Iterable[Run]) -> list[Group]:
 
 def fits(group: Group, match: Mapping[str, Any]) -> bool:
     """Whether it is what ``match`` asks for: ``{"data": "mnist", "scheme": "sliceout", "rate": 0.5}``."""
+    if group.own:
+        return False
     wanted = dict(match)
     if wanted.get("rate") == 0 and wanted.get("scheme") in (None, "standard"):
         wanted["scheme"] = "none"
@@ -158,20 +197,19 @@ def name_of(config: Mapping[str, Any]) -> str:
     Example:
         >>> name_of({"scheme": "sliceout", "sampling": "window", "norm": "flow", "rate": 0.5})
         'SliceOut, window, flow'
+        >>> name_of({"scheme": "sliceout", "sampling": "circular", "parts": 8})
+        'SliceOut, circular, 8 parts'
     """
     scheme = config["scheme"]
-    if scheme == "sliceout":
-        sampling = config.get("sampling") or "circular"
-        return (
-            f"SliceOut, window, {config.get('norm') or 'probabilistic'}"
-            if sampling == WINDOW
-            else f"SliceOut, {sampling}"
-        )
     names = {
         "none": "no dropout", "standard": "standard dropout", "controlled": "controlled dropout",
         "spatial": "spatial dropout", "dropblock": "DropBlock", "patch": "SliceOut, patches", "floor": "narrow network",
     }  # fmt: skip
-    return names.get(scheme, str(scheme))
+    name = names.get(scheme, str(scheme))
+    if scheme == "sliceout":
+        sampling = config.get("sampling") or "circular"
+        name = f"SliceOut, {sampling}" + (f", {config.get('norm') or 'probabilistic'}" if sampling == WINDOW else "")
+    return ", ".join([name, *additions(config)])
 
 
 def scaling_in_words(scaled: Mapping[str, Any]) -> str:

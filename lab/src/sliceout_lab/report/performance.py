@@ -16,7 +16,7 @@ from sliceout.conversion.profitability import MANY
 from ..bench import show
 from ..bench.files import compared, read
 from ..bench.suites import declared
-from . import profiles, scripts
+from . import parts, profiles, scripts
 from .render import grid, render
 
 NOT_YET = "Not measured yet: no file in `results/bench` holds these cases."
@@ -49,6 +49,7 @@ def page(folder: Path) -> str:
         turns=scripts.turns(folder),
         samplings=_samplings(found),
         windows=scripts.windows(folder),
+        parts=parts.section(found),
         files=[_file(folder, name, data) for name, data in found],
         profiles=profiles.sections(folder),
         layers=_layers(folder),
@@ -99,7 +100,8 @@ def judged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     ours = [
         r for r in compared(rows)
-        if r["scheme"] == "sliceout" and r["sampling"] == "circular" and (r["error"] or any(_figures(r).values()))
+        if r["scheme"] == "sliceout" and r["sampling"] == "circular" and r.get("parts", 1) == 1
+        and (r["error"] or any(_figures(r).values()))
     ]  # fmt: skip
     for target in declared()["target"]:
         alike: dict[Any, list[dict[str, Any]]] = {}

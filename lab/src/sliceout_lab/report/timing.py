@@ -97,9 +97,10 @@ def steps(measured: Measured, groups: Iterable[Group]) -> list[Step]:
     for bench in measured.benches:
         machine = bench.get("machine") or {}
         for case in bench.get("cases", []):
-            if case.get("error") is None and case.get("ms"):
+            of_paper = case.get("parts", 1) == 1  # what parts cost is a matter of docs/performance.md
+            if case.get("error") is None and case.get("ms") and of_paper:
                 found.append(_of_case(case, machine, bench["where"]))
-    for group in groups:
+    for group in (g for g in groups if not g.own):
         if (ms := group.number("ms_per_step")) is not None:
             found.append(_of_group(group, ms))
     return found

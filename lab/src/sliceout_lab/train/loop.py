@@ -8,7 +8,6 @@ goes on as if it had not been.
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import os
 import statistics
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 
@@ -27,12 +25,14 @@ from sliceout import drawing
 from sliceout.cli import UserError
 
 from .. import energy, machine, results
-from ..experiment import SLICED, Job
+from ..experiment import Job
+from ..scheme import SLICED
 from ..storage import whole_file
 from .checkpoint import Checkpoints
 from .clock import Clock, spread
 from .distributed import Ranks
-from .modes import autocast, make_step
+from .evaluate import beside, evaluate, recalibrated
+from .modes import forget_unused, make_step
 from .progress import Show
 from .setup import Training
 from .stop import PARENT, Stop, Stopped
@@ -174,6 +174,8 @@ def _epochs(
         loss = float(t.ranks.mean(losses)) / t.steps
         _check(show.title, "loss", loss, number + 1)
         tested = evaluate(t)
+        if record.step == t.total and t.config.get("recalibrate"):
+            tested["recalibrated"] = recalibrated(t)["accuracy"]
         _check(show.title, "test loss", tested["test_loss"], number + 1)
         entry = {"epoch": number + 1, "loss": loss, **tested, "lr": t.lr, "seconds": record.seconds}
         entry["ms_per_step"] = statistics.median(clock.milliseconds)
@@ -203,7 +205,7 @@ def _check(title: str, name: str, loss: float, epoch: int) -> None:
 def steps(t: Training, record: Record, end: int, losses: Tensor, clock: Clock, show: Show, stop: Stop) -> int:
     """Train up to step ``end``, adding up ``losses``, unless a signal comes, which is returned."""
     for x, y in t.batches(record.step, end - record.step):
-        if _tail_begins(t, record):
+        if _rates_change(t, record):
             clock.pause()
             make(t, record)
             clock.go()
@@ -224,44 +226,22 @@ def _stopped(t: Training, record: Record, signum: int) -> Stopped:
 def make(t: Training, record: Record) -> None:
     """Make the step for where the run stands."""
     t.step = None  # and with it the memory of its graph
-    _tail_begins(t, record)
+    _rates_change(t, record)
     t.set_rate(record.step / t.total)
     t.step = make_step(t.config["mode"], t.learner, t.optimizer, example(t), t.config["precision"])
-    _forget_unused(t.device)
+    forget_unused(t.device)
 
 
 def example(t: Training) -> tuple[Tensor, Tensor]:
     return next(iter(t.feed.epoch(t.job.seed, 0)))  # real images: zeros would upset batch norm's statistics
 
 
-def _tail_begins(t: Training, record: Record) -> bool:
-    """Whether slicing has just been switched: the step has to be made anew."""
-    if t.tail is None:
+def _rates_change(t: Training, record: Record) -> bool:
+    """Whether other rates of slices, or none, hold from this step on: the step has to be made anew."""
+    if t.slicing is None:
         return False
-    before = t.tail.factor
-    return t.tail.step(record.step, t.total) != before
-
-
-@torch.no_grad()
-def evaluate(t: Training) -> dict[str, float]:
-    """Loss and accuracy, or perplexity, of the full network on the test data; read from the device once."""
-    t.model.eval()
-    sums, count = torch.zeros(2, device=t.device), 0
-    for x, y in t.feed.test():
-        with autocast(t.config["precision"], t.device):
-            output = t.model(x).flatten(0, -2)
-        target = y.flatten()
-        sums[0] += F.cross_entropy(output.float(), target, reduction="sum")
-        sums[1] += (output.argmax(-1) == target).sum()
-        count += len(target)
-    loss, right = sums.tolist()
-    del x, y, output
-    _forget_unused(t.device)
-    mean = loss / count
-    if not t.text:
-        return {"test_loss": mean, "accuracy": right / count}
-    out = {"test_loss": mean, "perplexity": math.exp(min(mean, 80.0))}
-    return out | ({"word_perplexity": math.exp(min(loss / t.words, 80.0))} if t.words else {})
+    before, t.sliced_at = t.sliced_at, t.slicing.step(record.step, t.total)
+    return t.sliced_at != before
 
 
 # -- state -------------------------------------------------------------------------------------------------------------
@@ -320,13 +300,6 @@ def _note_peak(t: Training, record: Record) -> None:
             record.max_allocated = max(record.max_allocated or 0, torch.cuda.max_memory_allocated(t.device))
 
 
-def _forget_unused(device: torch.device) -> None:
-    """What testing, compiling and warming up took is not training's."""
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
 def _meter(t: Training, record: Record) -> Callable[[], float] | None:
     """What counts the energy of the run, if all of it can be counted: the counter is of the whole GPU."""
     so_far = record.step == 0 or record.joules is not None
@@ -370,7 +343,12 @@ def _result(t: Training, record: Record) -> dict[str, Any]:
         "steps_per_epoch": t.steps,
         "parameters": t.parameters,
         "epochs": record.epochs,
-        "final": {name: record.epochs[-1][name], "best": best[name], "at_epoch": best["epoch"]},
+        "final": {
+            name: record.epochs[-1][name],
+            "best": best[name],
+            "at_epoch": best["epoch"],
+            **beside(record.epochs),
+        },
         "seconds": sum(seconds),
         "seconds_per_epoch": statistics.median(seconds),
         "ms_per_step": statistics.median(record.times),

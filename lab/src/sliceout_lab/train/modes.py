@@ -7,6 +7,7 @@ minute of compiling; it leaves model, optimizer, draws and random numbers as the
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -80,3 +81,10 @@ def _random_state_kept(device: torch.device) -> Iterator[None]:
         torch.set_rng_state(on_host)
         if on_device is not None:
             torch.cuda.set_rng_state(on_device, device)
+
+
+def forget_unused(device: torch.device) -> None:
+    """What testing, compiling and warming up took is not training's."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,17 +13,21 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 
 from sliceout.cli import UserError
 
-KINDS = ("constant", "steps", "exponential", "inverse-sqrt")
+KINDS = ("constant", "steps", "exponential", "inverse-sqrt", "linear", "one-cycle")
+ONE_CYCLE_FIRST, ONE_CYCLE_LAST = 1 / 25, 1 / 25e4
+"""Of the highest learning rate: where torch's ``OneCycleLR`` begins and ends."""
 
 
 def learning_rate(lr: float, schedule: Mapping[str, Any], tail: float = 0.0) -> Callable[[float], float]:
     """The learning rate at a progress from 0 to 1.
 
     Args:
-        lr: the first one, or for ``inverse-sqrt`` the highest.
+        lr: the first one, or the highest where it rises first (``inverse-sqrt``, ``linear``, ``one-cycle``).
         schedule: ``name`` and what it takes: ``steps`` multiplies by ``factor`` wherever progress passes one of ``at``;
             ``exponential`` multiplies by ``factor`` every ``every`` of ``of`` epochs; ``inverse-sqrt`` rises in
-            proportion until ``warmup`` and then falls with the root of progress. ``tail_lr`` holds in the tail.
+            proportion until ``warmup`` and then falls with the root of progress; ``linear`` falls to 0 in proportion,
+            after a ``warmup`` if there is one; ``one-cycle`` is torch's ``OneCycleLR``: a cosine up until ``warmup``
+            (0.3 by default), another one down to next to nothing. ``tail_lr`` holds in the tail.
         tail: last part of training without slicing.
 
     Example:
@@ -32,7 +37,12 @@ def learning_rate(lr: float, schedule: Mapping[str, Any], tail: float = 0.0) -> 
     """
     kind = schedule.get("name", "constant")
     if kind not in KINDS:
-        raise UserError(f"schedule {kind!r}: expected one of {', '.join(KINDS)}")
+        close = difflib.get_close_matches(kind, KINDS, 1)
+        hint = f": did you mean {close[0]}?" if close else ""
+        raise UserError(f"schedule {kind!r}: expected one of {', '.join(KINDS)}{hint}")
+    warmup = schedule.get("warmup", 0.3 if kind == "one-cycle" else 0.0)
+    if kind in ("linear", "one-cycle") and not 0 <= warmup < 1:
+        raise UserError(f"schedule.warmup = {warmup}: expected a part of training, from 0 to below 1")
 
     def rate(progress: float) -> float:
         if tail and "tail_lr" in schedule and progress >= 1 - tail:
@@ -44,6 +54,13 @@ def learning_rate(lr: float, schedule: Mapping[str, Any], tail: float = 0.0) -> 
         if kind == "inverse-sqrt":
             warm = max(progress, 1e-6) / schedule["warmup"]
             return lr * min(warm, warm**-0.5)
+        rising = progress < warmup
+        if kind == "linear":
+            return lr * (progress / warmup if rising else (1 - progress) / (1 - warmup))
+        if kind == "one-cycle":
+            at = progress / warmup if rising else (progress - warmup) / (1 - warmup)
+            first, last = (ONE_CYCLE_FIRST, 1.0) if rising else (1.0, ONE_CYCLE_LAST)
+            return lr * (last + (first - last) * (1 + math.cos(math.pi * at)) / 2)
         return lr
 
     return rate

@@ -10,8 +10,9 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, Optimizer, RMSprop
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
+import sliceout
 from sliceout import Tail, convert_
 from sliceout.cli import UserError
 from sliceout.cli.work import set_precision
@@ -19,6 +20,7 @@ from sliceout.schemes import SCHEMES
 
 from .. import data, models
 from ..experiment import Job
+from ..experiment_file import near
 from .distributed import Ranks
 from .modes import Step
 from .rates import learning_rate
@@ -35,8 +37,10 @@ class Training:
         set_precision(config["precision"])
         torch.backends.cudnn.benchmark = self.device.type == "cuda" and config["model"] != "mlp"
         loaded = data.load(config["data"], folder, subset=config["subset"])
-        self.words = getattr(loaded, "words", (0, 0, 0))[2]
+        _, valid, test = getattr(loaded, "words", (0, 0, 0))
+        self.words = {"valid": valid, "test": test}
         self.text = hasattr(loaded, "vocabulary")
+        self.splits = ("test", "valid") if len(getattr(loaded, "valid", ())) else ("test",)
         maps = not self.text and not config["flatten"]
         self.feed = _feed(loaded, config, ranks, channels_last=maps and self.device.type == "cuda")
         self.steps = config["epoch_steps"] or self.feed.steps
@@ -52,7 +56,10 @@ class Training:
         self.learner = ranks.wrap(self.model)
         """The model, or what keeps the processes' copies of it equal."""
         torch.manual_seed(job.seed + 1_000_003 * (1 + ranks.rank))  # of dropout: every process drops other units
-        self.tail = Tail(self.model, config["tail"]) if config["tail"] else None
+        self.slicing = _schedule(self.model, config)
+        """What changes the rates of slices, if anything does."""
+        self.sliced_at: Any = None
+        """What it said last."""
         self._rate_at = learning_rate(config["optimizer"]["lr"], config["schedule"], config["tail"])
         self.lr = math.nan
         self.step: Step | None = None
@@ -136,6 +143,8 @@ def _convert(model: nn.Module, config: dict[str, Any], feed: Any, seed: int) -> 
     ours = {"seed": seed, "payoff": False}  # an experiment is the same one on every machine
     settings |= {k: v for k, v in ours.items() if k not in SCHEMES[scheme].no_effect}
     settings |= {k: config[k] for k in ("sampling", "norm", "stages", "attention") if config[k] is not None}
+    if "parts" in config:
+        settings["parts"] = config["parts"]
     if config["exclusions"]:
         settings["paper_exclusions"] = True
     if config["grads"] != "dense":
@@ -146,13 +155,20 @@ def _convert(model: nn.Module, config: dict[str, Any], feed: Any, seed: int) -> 
         raise UserError(f"--scheme {scheme} --rate {config['rate']}: {error}") from error
 
 
-_OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adam": Adam, "sgd": SGD, "rmsprop": RMSprop}
+def _schedule(model: nn.Module, config: dict[str, Any]) -> Any:
+    if "grow" in config:
+        return sliceout.Grow(model, dict(config["grow"]))  # type: ignore[attr-defined]
+    return Tail(model, config["tail"]) if config["tail"] else None
+
+
+_OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adam": Adam, "adamw": AdamW, "sgd": SGD, "rmsprop": RMSprop}
 
 
 def _optimizer(settings: dict[str, Any], model: nn.Module, device: torch.device) -> Optimizer:
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items() if k != "name"}
     if settings["name"] not in _OPTIMIZERS:
-        raise UserError(f"optimizer {settings['name']!r}: expected one of {', '.join(_OPTIMIZERS)}")
+        known = ", ".join(_OPTIMIZERS)
+        raise UserError(f"optimizer {settings['name']!r}: expected one of {known}{near(settings['name'], _OPTIMIZERS)}")
     if device.type == "cuda" and settings["name"] != "rmsprop":
         given["fused"] = True
     return _OPTIMIZERS[settings["name"]](model.parameters(), **given)
