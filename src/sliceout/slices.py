@@ -54,6 +54,9 @@ class Slice:
     contiguous = True
     """Whether the kept units lie side by side, so that one start says which they are; if not, see ``Subset``."""
 
+    entered: tuple[tuple[int, int], ...] = ()
+    """Of a prefix that has been trained: how many units were in from which step on (``compact.growth``)."""
+
     def __init__(
         self,
         size: int,

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..ops import library, views
-from ..ops.placement import Placement, TensorSpec, register_compact_gradient, strides_of
+from ..ops.placement import Placement, TensorSpec, register_compact_gradient, small_shape, strides_of
 
 
 class SlicedGrad(Tensor):
@@ -31,6 +31,7 @@ class SlicedGrad(Tensor):
             a view of it. All operations go there from then on.
         owned: whether ``small`` is ours to write to: what autograd hands out may be shared (``a + b`` hands one tensor
             to both).
+        offset: what the optimizer subtracts from the step count of the parameter: those before these entries were in.
         empty: it was zeroed, so that it may move to the slice of whatever is added next.
     """
 
@@ -38,6 +39,8 @@ class SlicedGrad(Tensor):
     at: Placement
     full: Tensor | None
     owned: bool
+    whole = False
+    offset = 0
     empty: bool
     _viewed: bool
 
@@ -125,8 +128,34 @@ class SlicedGrad(Tensor):
         return _on_full(func, args, kwargs or {}) if out is NotImplemented else out
 
 
-Work = list[tuple[Tensor, SlicedGrad]]
-"""Parameters and their gradients, which an optimizer is to step over."""
+class Region:
+    """Some entries of a dense gradient: what a :class:`SlicedGrad` is to updates, but read where they lie."""
+
+    whole = True
+
+    def __init__(self, grad: Tensor, at: Placement, offset: int) -> None:
+        self.grad, self.at, self.offset = grad, at, offset
+
+    @property
+    def small(self) -> Tensor:
+        """As many entries, from where the gradient begins: what kernels are told of it."""
+        shape = small_shape(self.grad.shape, *self.at.geometries)
+        return self.grad[tuple(map(slice, shape))]
+
+    def values(self) -> Tensor:
+        return self.grad
+
+    def replace_(self, values: Tensor) -> None:
+        self.grad = values
+
+    def rectangles(self, *fulls: Tensor) -> list[tuple[Tensor, ...]]:
+        """Views of the gradient and of each full tensor that hold the same entries."""
+        found = [[full for full, _ in views.rectangles(t, t, self.at)] for t in (self.grad, *fulls)]
+        return list(zip(*found, strict=True))
+
+
+Work = list[tuple[Tensor, SlicedGrad | Region]]
+"""Parameters and their gradients, which an optimizer is to step over: either all compact, or all regions."""
 
 
 def same_place(a: SlicedGrad, b: SlicedGrad) -> bool:
