@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, AdamW
 import growing
 import lazy
 import sliceout
-from networks import loss_of, mlp
+from networks import Heads, loss_of, mlp
 from sliceout import Slice
 from sliceout import nn as snn
 from sliceout.compact import growth
@@ -23,21 +23,6 @@ from test_compact import NETS, OPTIMIZERS
 DENSE = [name for name in NETS if name != "converted transformer"]
 STAGES = {0: 0.5, 3: 0.25, 6: 0.0}
 """Rates by step."""
-
-
-class Heads(nn.Module):
-    """Attention of torch's own with slices inside every head; takes ``[n, 5, 16]``."""
-
-    def __init__(self, roles=("qk", "v"), **settings):
-        super().__init__()
-        slices = {"qk": Slice(4, **settings).axis(blocks=4), "v": Slice(4, **settings).axis(blocks=4)}
-        slices["heads"] = Slice(4, **settings).axis(inner=4)
-        self.attention = snn.MultiheadAttention(
-            16, 4, batch_first=True, **{f"{role}_slice": slices[role] for role in roles}
-        )
-
-    def forward(self, x):
-        return self.attention(x, x, x, need_weights=False)[0]
 
 
 def values_only(**settings):

@@ -158,10 +158,13 @@ class Slice:
         """What ``start`` holds, made anew on the host."""
         return torch.tensor([self.start_on_host], dtype=torch.int64, device="cpu")
 
+    def kept_at(self, rate: float) -> float:
+        """What is kept at another rate: the width of a slice. Raises if there is none."""
+        return width_of(self.size, as_float("rate", rate), self.align)[0]
+
     def rerate_(self, rate: float) -> None:
         """Change the rate and with it the width. Tensors change in place: graphs of an earlier rate stay valid."""
-        self.width, _ = width_of(self.size, as_float("rate", rate), self.align)
-        self.rate = float(rate)
+        self.width, self.rate = int(self.kept_at(rate)), float(rate)
         self.gain, scale = self._scale()
         if self.scale is None:
             self.scale = None if scale is None else scale.to(self.start.device)
