@@ -816,9 +816,11 @@ def test_entries_go_side_by_side_where_the_scale_begins_at_16_bytes():
     assert found == [1, 0, 1]
 
 
-@pytest.mark.parametrize("grads", ["dense", "compact"])
-def test_a_step_counts_the_entries_that_its_tables_need_when_it_is_captured(gathering, fused, monkeypatch, grads):
-    model = network(grads, "circular", torch.contiguous_format).float()
+@pytest.mark.parametrize(("grads", "sampling"), [("dense", "circular"), ("compact", "circular"), ("dense", "prefix")])
+def test_a_step_counts_the_entries_that_its_tables_need_when_it_is_captured(
+    gathering, fused, monkeypatch, grads, sampling
+):
+    model = network(grads, sampling, torch.contiguous_format).float()
     x = torch.randn(2, 3, 4, 4, device=DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     family = slices(model)
@@ -1084,6 +1086,7 @@ def test_units_that_enter_are_counted_by_themselves(fused, monkeypatch, name, gr
     models, launches = [], []
     for by_kernels in (True, False):
         model = growing_layers(grads)
+        model.to(memory_format=torch.channels_last if name == "adamw" else torch.contiguous_format)
         optimizer = OPTIMIZERS[name](model.parameters())
         if "capturable" in optimizer.param_groups[0] and DEVICE == "cuda":
             optimizer.param_groups[0]["capturable"] = not counted

@@ -10,6 +10,7 @@ The slice-only optimizer update that goes with it is in ``optimizers``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -138,9 +139,8 @@ class Region:
 
     @property
     def small(self) -> Tensor:
-        """As many entries, from where the gradient begins: what kernels are told of it."""
-        shape = small_shape(self.grad.shape, *self.at.geometries)
-        return self.grad[tuple(map(slice, shape))]
+        """Its shape and dtype, for the tables of kernels; the entries are not copied."""
+        return _without_memory(tuple(small_shape(self.grad.shape, *self.at.geometries)), self.grad.dtype)
 
     def values(self) -> Tensor:
         return self.grad
@@ -152,6 +152,11 @@ class Region:
         """Views of the gradient and of each full tensor that hold the same entries."""
         found = [[full for full, _ in views.rectangles(t, t, self.at)] for t in (self.grad, *fulls)]
         return list(zip(*found, strict=True))
+
+
+@functools.lru_cache(1024)
+def _without_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 Work = list[tuple[Tensor, SlicedGrad | Region]]
