@@ -72,23 +72,23 @@ class Reference:
         self.state: dict[str, dict[str, Tensor]] = {name: {} for name in self.values}
         self.steps = 0
 
-    def step(self, scale: float = 1.0) -> None:
-        """Before the optimizer's own step: gradients are those of now."""
+    def step(self, scale: float = 1.0, live: dict[str, Tensor] | None = None) -> None:
+        """Before the optimizer's own step: gradients are those of now. Only entries that are ``live`` change."""
         inside = entries_in(self.model)
         self.steps += 1
         for name, p in self.model.named_parameters():
             if p.grad is None:
                 continue
-            live, new = inside[name], dict(self.state[name])
-            grad = torch.zeros_like(p) + p.grad.detach() / scale
-            assert not grad[~live].any(), f"{name}: what is not in gets no gradient"
-            self.counts[name] += live
+            new, grad = dict(self.state[name]), torch.zeros_like(p) + p.grad.detach() / scale
+            assert not grad[~inside[name]].any(), f"{name}: what is not in gets no gradient"
+            self.counts[name] += inside[name]
+            changes = inside[name] if live is None else inside[name] & live[name]
             extra = {"step": self.counts[name]} if self.formula is lazy.adam else {}
             updated = self.formula(self.values[name], grad, new, **self.settings, **extra)
-            self.values[name] = torch.where(live, updated, self.values[name])
+            self.values[name] = torch.where(changes, updated, self.values[name])
             for key, value in new.items():
                 old = self.state[name].get(key, torch.zeros_like(p))
-                self.state[name][key] = torch.where(live, value, old)
+                self.state[name][key] = torch.where(changes, value, old)
 
     def check(self, optimizer: torch.optim.Optimizer, within: float = 1e-12) -> None:
         for name, p in self.model.named_parameters():

@@ -34,12 +34,12 @@ def whole_heads(**settings):
 
 
 def mixed(**settings):
-    """Columns that are drawn by chance, rows that grow."""
-    torch.manual_seed(0)
-    a, b = Slice(16, 0.5, **{**settings, "sampling": "circular"}), Slice(12, 0.5, **settings)
+    """Columns that are drawn by chance and rows that grow, and the other way round."""
+    a, c = (Slice(16, 0.5, **{**settings, "sampling": "circular"}) for _ in range(2))
+    b = Slice(12, 0.5, **settings)
     return nn.Sequential(
         snn.Linear(6, 16, out_slice=a), nn.ReLU(), snn.Linear(16, 12, in_slice=a, out_slice=b), nn.Tanh(),
-        snn.Linear(12, 3, in_slice=b),
+        snn.Linear(12, 16, in_slice=b, out_slice=c), nn.Tanh(), snn.Linear(16, 3, in_slice=c),
     )  # fmt: skip
 
 
@@ -98,6 +98,21 @@ def test_compact_gradients_grow_alike(name, optimizer, float64):
     model, *rest = prepared(name, optimizer, grads="compact")
     train(model, *rest)
     assert not any(s.sliced for s in sliceout.slices(model))
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+def test_compact_gradients_of_units_that_grow_and_of_units_drawn_by_chance(optimizer, float64):
+    """The latter are stepped over as ever while they are dropped; counts are those of the units that are in."""
+    model, stock, reference, x = prepared("mixed", optimizer, grads="compact")
+    for step in range(9):
+        if step in STAGES:
+            rerate(model, STAGES[step])
+        stock.zero_grad()
+        loss_of(model, x).backward()
+        assert isinstance(model[2].weight.grad, SlicedGrad)
+        reference.step(live=lazy.live_entries(model))
+        stock.step()
+        reference.check(stock)
 
 
 @pytest.mark.parametrize("optimizer", ["nesterov", "adam, decayed", "adamw"])
@@ -292,6 +307,22 @@ def test_a_resumed_run_repeats_exactly(at, way, float64):
     assert [s.entered for s in sliceout.slices(fresh)] == [s.entered for s in sliceout.slices(model)]
     for p, q in zip(model.parameters(), fresh.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+def test_a_loaded_state_has_counts_of_its_own(float64):
+    model, optimizer, reference, x = prepared("mlp", "adamw")
+    train(model, optimizer, reference, x, steps=5)
+    twin, other, _, _ = prepared("mlp", "adamw")
+    by_state_dict(model, twin)
+    rerate(twin, 0.25)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        state["step"] += 95
+    for net, stock in ((model, optimizer), (twin, other)):
+        stock.load_state_dict(copy.deepcopy(saved))
+        stock.zero_grad()
+        stepped(net, stock, x)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 def test_checkpoints_from_before_load():

@@ -109,7 +109,7 @@ class Growing:
     def lies_at(self, grad: SlicedGrad) -> bool:
         """Whether a compact gradient holds what is in now: the widths may have changed since."""
         sides = [(a.slice, place) for a, place in zip(self.take[:2], grad.at[:2], strict=False) if a is not None]
-        return all(place and place.geometry[1] == s.entered[-1][0] for s, place in sides if grows(s))
+        return all((place.geometry[1] if place else s.size) == s.entered[-1][0] for s, place in sides if grows(s))
 
     @property
     def all_in(self) -> bool:
