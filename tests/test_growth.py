@@ -199,6 +199,7 @@ def test_steps_that_a_scaler_skips_do_not_count(optimizer, float64):
     for step in range(12):
         if step in STAGES:
             rerate(model, STAGES[step])
+        others = copy.deepcopy(model) if step == 9 else None  # models come and go: counts stay
         stock.grad_scale = torch.tensor(4.0, dtype=torch.float32)
         skip = step in (1, 2, 4, 8)  # not the first: torch's own SGD leaves its buffers uninitialised then
         stock.found_inf = torch.tensor(float(skip), dtype=torch.float32)
@@ -208,6 +209,7 @@ def test_steps_that_a_scaler_skips_do_not_count(optimizer, float64):
             reference.step(scale=4.0)
         stock.step()
         reference.check(stock)
+        del others
 
 
 # -- what is not known -------------------------------------------------------------------------------------------------
@@ -253,6 +255,22 @@ def test_a_compiled_step_says_so_too(float64):
     loss_of(model, x).backward()
     with pytest.warns(UserWarning, match="do not compile"):
         compiled()
+
+
+class Sharded(torch.Tensor):
+    """A gradient of a kind that we know nothing of, as those of FSDP are."""
+
+
+def test_gradients_of_another_kind_are_left_to_torch(float64):
+    model, optimizer, _, x = prepared("mlp", "adamw")
+    loss_of(model, x).backward()
+    weight = model[0].weight
+    weight.grad = weight.grad.as_subclass(Sharded)
+    before = weight.detach().clone()
+    with pytest.warns(UserWarning, match="not in yet"):
+        optimizer.step()
+    assert (weight != before).all()
+    assert not optimizer.state[model[2].weight]["exp_avg"][:, 8:].any()
 
 
 def test_parameters_shared_in_two_ways_are_in_as_a_whole(float64):
@@ -311,8 +329,8 @@ def test_a_resumed_run_repeats_exactly(at, way, float64):
 
 def test_a_loaded_state_has_counts_of_its_own(float64):
     model, optimizer, reference, x = prepared("mlp", "adamw")
-    train(model, optimizer, reference, x, steps=5)
     twin, other, _, _ = prepared("mlp", "adamw")
+    train(model, optimizer, reference, x, steps=5)
     by_state_dict(model, twin)
     rerate(twin, 0.25)
     saved = copy.deepcopy(optimizer.state_dict())

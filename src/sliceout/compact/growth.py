@@ -171,15 +171,19 @@ _held: weakref.WeakKeyDictionary[Optimizer, tuple[list[Any], dict[int, Growing]]
 def look(optimizer: Optimizer) -> dict[int, Growing]:
     """The parameters of ``optimizer`` with units that enter, by id; what is in now is noted."""
     params = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    key = [drawing.generation, id(optimizer.state), params]  # a loaded state has counts of its own
-    if optimizer not in _held or _held[optimizer][0] != key:
+    key = [id(optimizer.state), drawing.generation, params]
+    before, found = _held.get(optimizer, ([None], {}))
+    if before != key:
         takes: dict[int, set[Take]] = {id_: set() for id_ in params}
         for layer in list[Any](drawing.layers):
             for p, t in layer.taken() if any(map(grows, layer.slices)) else ():
                 takes.get(id(p), set()).add(t)
-        one = {id_: Growing(*found) for id_, found in takes.items() if len(found) == 1}  # not shared in two ways
-        _held[optimizer] = key, {id_: g for id_, g in one.items() if g.slices}
-    found = _held[optimizer][1]
+        one = {id_: Growing(*ways) for id_, ways in takes.items() if len(ways) == 1}  # not shared in two ways
+        for id_, g in one.items():
+            if before[0] == key[0] and id_ in found and found[id_].take == g.take:  # a loaded state has its own counts
+                g.offsets = found[id_].offsets
+        found = {id_: g for id_, g in one.items() if g.slices}
+        _held[optimizer] = key, found
     for s in dict.fromkeys(s for g in found.values() for s in g.slices):
         width = s.width if s.on else s.size
         if not s.entered or s.entered[-1][0] != width:

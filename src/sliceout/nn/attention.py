@@ -93,13 +93,8 @@ class MultiheadAttention(Sliced, nn.MultiheadAttention):
         *_, v = axes = [self.axes.get(role) or self.axes.get("heads") or whole for role in ("qk", "qk", "v")]
         apart = zip((self.q_proj_weight, self.k_proj_weight, self.v_proj_weight), map(Take, axes), strict=True)
         fused = Take(ConcatAxis(tuple(axes)))
-        found: Any = [
-            *apart,
-            (self.in_proj_weight, fused),
-            (self.in_proj_bias, fused),
-            (self.out_proj.weight, Take(None, v)),
-        ]
-        return [(p, t) for p, t in found if p is not None]
+        found: Any = [*apart, (self.in_proj_weight, fused), (self.in_proj_bias, fused)]
+        return [(p, t) for p, t in (*found, (self.out_proj.weight, Take(None, v))) if p is not None]
 
     def _live(self, role: str) -> Axis | None:
         axis = self.axes.get(role) or self.axes.get("heads")
