@@ -874,9 +874,11 @@ def test_entries_go_side_by_side_where_the_scale_begins_at_16_bytes():
     assert found == [1, 0, 1]
 
 
-@pytest.mark.parametrize("grads", ["dense", "compact"])
-def test_a_step_counts_the_entries_that_its_tables_need_when_it_is_captured(gathering, fused, monkeypatch, grads):
-    model = network(grads, "circular", torch.contiguous_format).float()
+@pytest.mark.parametrize(("grads", "sampling"), [("dense", "circular"), ("compact", "circular"), ("dense", "prefix")])
+def test_a_step_counts_the_entries_that_its_tables_need_when_it_is_captured(
+    gathering, fused, monkeypatch, grads, sampling
+):
+    model = network(grads, sampling, torch.contiguous_format).float()
     x = torch.randn(2, 3, 4, 4, device=DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     family = slices(model)
@@ -1114,3 +1116,51 @@ def test_state_on_another_device_is_an_error_of_torch_and_no_wild_pointer(fused)
     with pytest.raises((RuntimeError, NotImplementedError)):
         optimizer.step()
     assert len(fused) == 1
+
+
+def growing_layers(grads: str) -> torch.nn.Module:
+    """Rows and columns that grow, blocks of them, and a dimension that 8 does not divide."""
+    torch.manual_seed(0)
+    a, b = (Slice(n, 0.5, sampling="prefix", align=2, grads=grads) for n in (32, 6))
+    made = torch.nn.Sequential(
+        nn.Conv2d(3, 32, 3, out_slice=a), nn.BatchNorm2d(32, slice=a), torch.nn.ReLU(),
+        nn.Conv2d(32, 12, 2, in_slice=a, out_slice=b.axis(blocks=2)), torch.nn.Flatten(),
+        nn.Linear(12, 16, in_slice=b.axis(blocks=2)),
+    )  # fmt: skip
+    return made.to(DEVICE)
+
+
+@pytest.mark.parametrize("counted", [True, False], ids=["counts on the host", "counts in device memory"])
+@pytest.mark.parametrize("grads", ["dense", "compact"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_units_that_enter_are_counted_by_themselves(fused, monkeypatch, name, grads, counted):
+    """Region by region, in one launch; where gradients are dense, they are read where they lie."""
+    if not counted and DEVICE == "cpu":  # they are read by address then
+        make = updates.UpdatePlan.__init__
+        monkeypatch.setattr(
+            updates.UpdatePlan, "__init__", lambda s, *a: (make(s, *a), setattr(s, "counted", False))[0]
+        )
+    x = torch.randn(4, 3, 4, 4, device=DEVICE)
+    models, launches = [], []
+    for by_kernels in (True, False):
+        model = growing_layers(grads)
+        model.to(memory_format=torch.channels_last if name == "adamw" else torch.contiguous_format)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        if "capturable" in optimizer.param_groups[0] and DEVICE == "cuda":
+            optimizer.param_groups[0]["capturable"] = not counted
+        with monkeypatch.context() as m:
+            if not by_kernels:
+                m.setattr(optim, "_on_gpu", lambda tensors: False)
+            for step in range(7):
+                for s in slices(model) if step in (2, 4) else ():
+                    s.rerate_({2: 0.25, 4: 0.0}[step])
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        models.append([*model.state_dict().values(), *(t for s in optimizer.state.values() for t in s.values())])
+        launches.append(len(fused))
+    for one, other in zip(*models, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert (
+        launches == [4, 4] if name == "sgd" else [7, 7]
+    )  # torch's own from when all are in, where counts do not matter

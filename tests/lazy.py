@@ -56,6 +56,12 @@ def adam(
 # -- which entries are live --------------------------------------------------------------------------------------------
 
 
+def is_dense(axis: Any) -> bool:
+    """Gradients of fused projections are; units that are not in yet are left alone there as well."""
+    fused = isinstance(axis, ConcatAxis) and axis.slice.sampling != "prefix"
+    return fused or (axis is not None and not axis.slice.on)
+
+
 def live_entries(model: nn.Module) -> dict[str, Tensor]:
     """For every parameter: true where the slices of now keep the row and the column. Plain and fused layers: all."""
     live = {name: torch.ones_like(p, dtype=torch.bool) for name, p in model.named_parameters()}
@@ -70,7 +76,7 @@ def live_entries(model: nn.Module) -> dict[str, Tensor]:
             rows, cols = (unit or out, into) if p.dim() > 1 or unit or out else (None, None)
             if p.dim() > 1 and getattr(layer, "transposed", False):
                 rows, cols = cols, rows
-            if any(isinstance(a, ConcatAxis) or (a is not None and not a.slice.on) for a in (rows, cols)):
+            if any(is_dense(a) for a in (rows, cols)):
                 continue
             kept = mask(rows, p.shape[0], p.device) > 0
             if p.dim() > 1:

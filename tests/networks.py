@@ -84,6 +84,19 @@ class Attention(nn.Module):
         return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
 
 
+class Heads(nn.Module):
+    """torch's own attention with slices inside every head, or of heads; takes ``[n, tokens, 16]``."""
+
+    def __init__(self, roles: tuple[str, ...] = ("qk", "v"), **settings: Any) -> None:
+        super().__init__()
+        axes = {role: Slice(4, **settings).axis(blocks=4) for role in ("qk", "v")}
+        axes["heads"] = Slice(4, **settings).axis(inner=4)
+        self.attention = snn.MultiheadAttention(16, 4, batch_first=True, **{f"{r}_slice": axes[r] for r in roles})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
+
+
 class Residual(nn.Module):
     """A residual block as in ResNet; takes ``[n, 4, 8, 8]``."""
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import sys
+import weakref
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import sliceout
-from sliceout.capture import Snapshot, _State, free_workspaces
+from sliceout.capture import CapturedStep, Snapshot, _State, free_workspaces
 
+captures = sys.modules["sliceout.capture"]  # whose name in the package is the function's
 needs_cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 OPTIMIZERS = {  # rates that float32 holds exactly: kernels read them in that precision
     "sgd": lambda p: torch.optim.SGD(p, 2**-4, momentum=0.9, weight_decay=1e-3, nesterov=True),
@@ -88,7 +92,7 @@ def test_a_batch_of_another_shape_is_refused() -> None:
 
 @needs_cuda[0]
 @needs_cuda[1]
-def test_a_loaded_checkpoint_takes_effect_and_a_changed_rate_is_told() -> None:
+def test_a_loaded_checkpoint_takes_effect() -> None:
     model = network().double().cuda()
     x, y = batches(1, "cuda")[0]
     optimizer = OPTIMIZERS["sgd"](model.parameters())
@@ -104,9 +108,6 @@ def test_a_loaded_checkpoint_takes_effect_and_a_changed_rate_is_told() -> None:
         sliceout.slices(model).seek_(at)
         outcomes.append([step(x, y).clone() for _ in range(4)])
     torch.testing.assert_close(*outcomes, rtol=1e-9, atol=1e-9)  # convolutions add in any order
-    sliceout.slices(model).members[0].rerate_(0.25)
-    with pytest.raises(RuntimeError, match="capture it again"):
-        step(x, y)
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -222,3 +223,151 @@ def test_a_captured_step_holds_what_it_replays_and_nothing_of_the_warm_up() -> N
         losses = torch.stack([step(x, y).clone() for _ in range(20)])
         assert losses.isfinite().all()
         assert losses[-1] < losses[0]
+
+
+# -- widths that change ------------------------------------------------------------------------------------------------
+
+
+class Replayed:
+    """A graph without a GPU: its replays run the step, and its warm-up leaves as many traces as a real one."""
+
+    alive: ClassVar[weakref.WeakSet[Replayed]] = weakref.WeakSet()
+
+    def __init__(self, step, undo, device, warmup) -> None:
+        before = [graph for graph in self.alive if graph.step.__self__ is step.__self__]
+        assert not before, "to be freed first"
+        self.alive.add(self)
+        with sliceout.stepping.paused():
+            for _ in range(warmup):
+                step()
+        undo()
+        self.step = step
+
+    def replay(self) -> Tensor:
+        with sliceout.stepping.paused():
+            return self.step()
+
+
+def without_gpu(model, optimizer, batch, monkeypatch):
+    monkeypatch.setattr(captures, "Graph", Replayed)
+    return CapturedStep(model, nn.functional.cross_entropy, optimizer, batch, None, 2)
+
+
+def growing_network(dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    convs = nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.ReLU()
+    model = nn.Sequential(*convs, nn.Flatten(), nn.Dropout(dropout), nn.Linear(512, 5))
+    sliceout.convert_(model, 0.5, example_inputs=torch.zeros(2, 3, 8, 8), sampling="prefix")
+    return model.train()
+
+
+FUSED = {
+    "sgd": lambda p: torch.optim.SGD(p, 2**-4, momentum=0.9, weight_decay=1e-3, nesterov=True, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, 2**-7, fused=True),
+}
+CHANGES = {
+    "grow": lambda m: sliceout.Grow(m, {0: 0.5, 0.3: 0.25, 0.6: 0.0}),
+    "tail": lambda m: sliceout.Tail(m, 0.5),
+    "warm-up": lambda m: sliceout.WarmUp(m, 0.5, 2, tail=0.2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", FUSED)
+def test_a_change_of_rate_is_followed_and_changes_nothing_else(name, change, monkeypatch, caplog) -> None:
+    """Weights, statistics, optimizer state, draws, learning rates and random numbers: all as in eager training."""
+    eager = growing_network(0.2).double()
+    captured = copy.deepcopy(eager)
+    one, other = FUSED[name](eager.parameters()), FUSED[name](captured.parameters())
+    schedules = CHANGES[change](eager), CHANGES[change](captured)
+    data, random = batches(10, "cpu"), torch.Generator()
+    for schedule in schedules:
+        schedule.step(0.0)
+    with caplog.at_level("INFO", "sliceout.capture"):
+        step = without_gpu(captured, other, data[0], monkeypatch)
+        for i, (x, y) in enumerate(data):
+            for schedule, optimizer in zip(schedules, (one, other), strict=True):
+                schedule.step(i, 10)
+                optimizer.param_groups[0]["lr"] = 2 ** -(5 + i // 3)  # at a change of rate as well
+            seed = random.manual_seed(i).get_state()
+            torch.set_rng_state(seed)
+            one.zero_grad()
+            loss = nn.functional.cross_entropy(eager(x), y)
+            loss.backward()
+            one.step()
+            torch.set_rng_state(seed)
+            torch.testing.assert_close(step(x, y), loss.detach(), rtol=1e-12, atol=1e-12)
+            assert sliceout.slices(captured).step == sliceout.slices(eager).step == i + 1
+    assert step.captures == schedules[0].sets == len(caplog.messages)
+    n = step.captures
+    assert [m.split(":")[0] for m in caplog.messages] == [f"captured graph {i} of {n}" for i in range(1, n + 1)]
+    for (key, a), b in zip(eager.state_dict().items(), captured.state_dict().values(), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12, msg=key)
+    for p, q in zip(eager.parameters(), captured.parameters(), strict=True):
+        for key, a in one.state[p].items():
+            torch.testing.assert_close(other.state[q][key], a, rtol=1e-12, atol=1e-12, msg=key)
+
+
+def test_a_graph_is_made_again_only_for_other_widths(monkeypatch) -> None:
+    model = growing_network()
+    optimizer, batch = FUSED["adamw"](model.parameters()), (torch.randn(2, 3, 8, 8), torch.zeros(2, dtype=torch.long))
+    step = without_gpu(model, optimizer, batch, monkeypatch)
+    for make, expected in [
+        (lambda s: s.rerate_(0.5), 1), (lambda s: s.rerate_(0.51), 1),  # the same width
+        (lambda s: s.rerate_(0.25), 2), (lambda s: setattr(s, "on", False), 3), (lambda s: s.rerate_(0.5), 3),
+        (lambda s: setattr(s, "on", True), 4),
+    ]:  # fmt: skip
+        for s in sliceout.slices(model):
+            make(s)
+        step(*batch), step(*batch)
+        assert step.captures == expected
+    for s in sliceout.slices(model):
+        s.entered = ((16, 0), (24, 1), (16, 2))  # a checkpoint of another history: counts are part of the graph
+    step(*batch)
+    assert step.captures == 5
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@needs_cuda[0]
+@needs_cuda[1]
+def test_captured_training_that_grows_equals_eager_training(name: str, compiled: bool) -> None:
+    eager = growing_network().cuda()
+    captured = copy.deepcopy(eager)
+    one, other = OPTIMIZERS[name](eager.parameters()), OPTIMIZERS[name](captured.parameters())
+    one.param_groups[0]["capturable"] = True
+    schedules = CHANGES["grow"](eager), CHANGES["grow"](captured)
+    data = [(x.float(), y) for x, y in batches(10, "cuda")]
+    for schedule in schedules:
+        schedule.step(0.0)
+    model = torch.compile(captured) if compiled else captured
+    step = sliceout.capture(model, nn.functional.cross_entropy, other, data[0])
+    for i, (x, y) in enumerate(data):
+        for schedule in schedules:
+            schedule.step(i, 10)
+        one.zero_grad()
+        loss = nn.functional.cross_entropy(eager(x), y)
+        loss.backward()
+        one.step()
+        torch.testing.assert_close(step(x, y), loss.detach(), rtol=1e-3, atol=1e-4)
+    assert step.captures == 3
+    for (key, a), b in zip(eager.state_dict().items(), captured.state_dict().values(), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-2, atol=1e-3, msg=key)
+
+
+@needs_cuda[0]
+@needs_cuda[1]
+def test_graphs_of_other_widths_do_not_pile_up() -> None:
+    model = growing_network().cuda()
+    ((x, y),) = batches(1, "cuda")
+    x = x.float()
+    step = sliceout.capture(model, nn.functional.cross_entropy, FUSED["adamw"](model.parameters()), (x, y))
+    held = []
+    for i in range(6):
+        for s in sliceout.slices(model):
+            s.rerate_(0.25 if i % 2 else 0.5)
+        step(x, y)
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated())
+    assert held[-1] <= held[1] + 2**16
+    assert step.captures == 6

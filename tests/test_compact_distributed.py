@@ -61,8 +61,10 @@ def test_accumulation_without_synchronisation_and_checkpointing(ranks, mode, flo
     assert_trained_alike(ranks(jobs.ddp, "mlp", options, {}, None, mode), jobs.alone("mlp"))
 
 
-def test_tail_with_slices_off(ranks, float64):
-    assert_trained_alike(ranks(jobs.ddp, "mlp", {}, {}, 2), jobs.alone("mlp", off_at=2))
+@pytest.mark.parametrize("settings", [{}, {"sampling": "prefix"}, {"sampling": "prefix", "grads": "dense"}], ids=str)
+def test_tail_with_slices_off(ranks, settings, float64):
+    """In a prefix, units enter then."""
+    assert_trained_alike(ranks(jobs.ddp, "mlp", {}, settings, 2), jobs.alone("mlp", off_at=2, **settings))
 
 
 @pytest.mark.parametrize("order", ["compile the wrapper", "wrap the compiled"])

@@ -160,3 +160,67 @@ def test_transformers_trainer_draws_once_per_step(tmp_path, optim):
         transformers.Trainer(model, arguments, train_dataset=Samples(40)).train()
     assert_drawn(model, 5, per_step=2)
     assert len(slices_in(model)) == len(sliceout.slices(model)) == 2
+
+
+# -- widths that grow --------------------------------------------------------------------------------------------------
+
+
+class Growing(nn.Module):
+    """Keeps the widths that every training forward saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = build("mlp", sampling="prefix")
+        self.seen: list[list[int]] = []
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.seen.append([s.width if s.on else s.size for s in slices_in(self)])
+        return {"loss": loss_of(self.net, x)}
+
+
+def grow(model: nn.Module) -> sliceout.Grow:
+    return sliceout.Grow(model, {0: 0.5, 0.5: 0.25, 0.75: 0.0})
+
+
+WIDTHS = [[8, 6]] * 8 + [[12, 9]] * 4 + [[16, 12]] * 4
+"""Of 16 forward passes: 8 steps of two batches each, so changes at steps 4 and 6."""
+
+
+def assert_grown(model: Growing) -> None:
+    assert model.seen == WIDTHS
+    assert [s.entered for s in slices_in(model)] == [((8, 0), (12, 4), (16, 6)), ((6, 0), (9, 4), (12, 6))]
+
+
+def test_lightning_grows_at_the_right_optimizer_step(tmp_path):
+    lightning = pytest.importorskip("lightning")
+    from sliceout.callbacks.lightning import ScheduleCallback
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = Growing()
+
+        def training_step(self, batch, index):
+            return self.model(batch[0])["loss"]
+
+        def configure_optimizers(self):
+            return AdamW(self.parameters())
+
+    module = Module()
+    options = {"max_epochs": 2, "accumulate_grad_batches": 2, "enable_checkpointing": False}
+    trainer = lightning_trainer(tmp_path, callbacks=[ScheduleCallback(grow)], **options)
+    trainer.fit(module, DataLoader(TensorDataset(data("mlp", 64)), 8))
+    assert_grown(module.model)
+
+
+def test_transformers_trainer_grows_at_the_right_optimizer_step(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from sliceout.callbacks.transformers import ScheduleCallback
+
+    model = Growing()
+    options = {"max_steps": 8, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+    quiet = {"report_to": [], "use_cpu": True, "save_strategy": "no"}
+    arguments = transformers.TrainingArguments(tmp_path, **options, **quiet)
+    transformers.Trainer(model, arguments, train_dataset=Samples(64), callbacks=[ScheduleCallback(grow)]).train()
+    assert_grown(model)

@@ -2,13 +2,19 @@
 
 For batches of one shape. The next draw follows every replay from the host: one small copy instead of twenty kernels
 of integer arithmetic in the graph, and eager code sees the same slices. Learning rates live in device memory, so
-schedulers and assignments to ``group["lr"]`` take effect at the next step, and so does a loaded optimizer state. Widths
-and all other settings are part of the graph: after a change of rate, capture again.
+schedulers and assignments to ``group["lr"]`` take effect at the next step, and so does a loaded optimizer state.
+
+Widths are part of the graph. After a change of rate (a schedule, ``off_``, ``on_``) the next call captures again: the
+memory of the graph before is freed first, and weights, statistics, optimizer state, draws, learning rates and the
+random state are what they would be without it. A capture costs a few steps, so rates should change in few steps: the
+logger ``sliceout.capture`` says which it is, and of how many if a schedule knows. All other settings of the optimizer
+(such as weight decay) are part of the graph as well, and are not observed: capture again by hand.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +24,8 @@ from torch.optim import LBFGS, Optimizer
 
 from . import stepping
 from .ops import prefetch, tables, without_views
+
+logger = logging.getLogger(__name__)
 
 
 def capture(
@@ -31,7 +39,8 @@ def capture(
 ) -> CapturedStep:
     """Capture ``loss_fn(model(*inputs), target)``, its backward and ``optimizer.step()`` for batches like the example.
 
-    The model, its statistics and the optimizer are as before when this returns: what the warm-up did is undone.
+    The model, its statistics, the optimizer and the random state are as before when this returns: what the warm-up did
+    is undone. A change of rate later on is followed by another capture, at the first call that needs it.
 
     Args:
         model: a model on a GPU in training mode, eager or compiled in the default mode.
@@ -64,46 +73,66 @@ class CapturedStep:
         warmup: int,
     ) -> None:
         self.batch = tuple(t.detach().clone() for t in batch)
+        self.device = self.batch[0].device
         self.model, self.optimizer = model, optimizer  # the graph uses their memory
-        self.rates = [_to_device(group, self.batch[0].device) for group in optimizer.param_groups]
-        owners = stepping.owners_in(optimizer)  # loose slices are joined here, and not when a backward needs them
+        self.loss_fn, self.autocast, self.warmup = loss_fn, autocast, warmup
+        self.rates = [_to_device(group, self.device) for group in optimizer.param_groups]
+        self.graph: Graph | None = None
+        self.captures = 0
+        self._capture()
 
-        def release_slices() -> None:
-            for owner in owners:  # those that wait for somebody to take them once more
-                prefetch.release(owner)
+    def _step(self) -> Tensor:
+        """What a graph holds."""
+        kind, dtype = self.device.type, self.autocast or torch.bfloat16
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(kind, dtype, enabled=self.autocast is not None, cache_enabled=False):
+            loss = self.loss_fn(self.model(*self.batch[:-1]), self.batch[-1])
+        free_workspaces()  # each thread has its own: the backward's may take the memory of the forward's
+        self._release_slices()  # the backward holds those that it needs, and gradients may take their place
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
 
-        def step() -> Tensor:
-            optimizer.zero_grad(set_to_none=True)
-            with torch.autocast("cuda", autocast or torch.bfloat16, enabled=autocast is not None, cache_enabled=False):
-                loss = loss_fn(model(*self.batch[:-1]), self.batch[-1])
-            free_workspaces()  # each thread has its own: the backward's may take the memory of the forward's
-            release_slices()  # the backward holds those that it needs, and gradients may take their place
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
+    def _release_slices(self) -> None:
+        for owner in self.owners:  # those that wait for somebody to take them once more
+            prefetch.release(owner)
 
-        kept = Snapshot(model, optimizer)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        # The kernels that the graph will hold.
-        with stepping.paused(), without_views(), torch.cuda.stream(side):
-            for _ in range(max(warmup, 1)):
-                with tables.into(tables.Arena(None, self.batch[0].device)) as needed:
-                    step()
-        torch.cuda.current_stream().wait_stream(side)
-        kept.restore()  # the graph is to take its place, and that of the warm-up's gradients and slices
-        optimizer.zero_grad(set_to_none=True)
-        release_slices()
+    def _clear(self) -> None:
+        """Let go of gradients and of slices that wait: the next graph is to take their place."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._release_slices()
         free_workspaces()
-        self.graph = torch.cuda.CUDAGraph()  # entering it gives back what is free now
-        self.tables = tables.Arena(2 * needed.used + 1024, self.batch[0].device)
-        with stepping.paused(), torch.cuda.graph(self.graph), tables.into(self.tables):
-            self.loss = step()
-        self.tables.fill()
+
+    def _capture(self) -> None:
+        """Make the graph for the widths of now, and leave everything that training changes as it is."""
+        self.owners = stepping.owners_in(self.optimizer)  # loose slices are joined here, not when a backward needs them
+        if self.captures:
+            self.graph = None
+            self._clear()
+        kept = Snapshot(self.model, self.optimizer)
+
+        def undo() -> None:
+            kept.restore()
+            self._clear()
+
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            self.graph = Graph(self._step, undo, self.device, self.warmup)
         free_workspaces()
-        self.state = _State(optimizer)
-        self.live = [s for owner in stepping.owners_in(optimizer) for s in owner]
-        self.widths = [s.width if s.on else s.size for s in self.live]
+        self.captures += 1
+        self.state = _State(self.optimizer)
+        self.live = [s for owner in stepping.owners_in(self.optimizer) for s in owner]
+        self.seen, self.widths = self._settings(), self._widths()
+        known = max((owner.caches.get("sets of widths", 0) for owner in self.owners), default=0)
+        of = f" of {known}" if known >= self.captures else ""
+        logger.info("captured graph %d%s: %s", self.captures, of, ", ".join(s.share for s in self.live) or "no slices")
+
+    def _settings(self) -> list[Any]:
+        """What widths depend on."""
+        return [(s.on, s.rate, s.entered) for s in self.live]
+
+    def _widths(self) -> list[Any]:
+        """What the graph was made for: widths, and since when units are in, as optimizers count by that."""
+        return [(s.kept_at(s.rate if s.on else 0.0), s.entered) for s in self.live]
 
     def __call__(self, *batch: Tensor) -> Tensor:
         """One training step on ``batch``."""
@@ -116,16 +145,50 @@ class CapturedStep:
                     f"{tuple(here.shape)} and {here.dtype}. Drop the last smaller batch, or capture another step for it"
                 )
             here.copy_(there, non_blocking=True)
-        if [s.width if s.on else s.size for s in self.live] != self.widths:
-            raise RuntimeError("the rate of a slice has changed since this step was captured: capture it again")
         self.state.follow(self.optimizer)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             if group["lr"] is not rate:  # somebody assigned a number
                 rate.fill_(float(group["lr"]))
                 group["lr"] = rate
-        self.graph.replay()
+        if (settings := self._settings()) != self.seen:
+            self.seen = settings
+            if self._widths() != self.widths:
+                self._capture()
+        assert self.graph is not None
+        loss = self.graph.replay()
         for owner in dict.fromkeys(s.owner for s in self.live):  # they may have been joined since
             owner.draw_()
+        return loss
+
+
+class Graph:
+    """A step as one CUDA graph.
+
+    Args:
+        step: what to capture.
+        undo: takes back what the warm-up did, and makes room.
+        device: where.
+        warmup: how many steps to run first.
+    """
+
+    def __init__(self, step: Callable[[], Tensor], undo: Callable[[], None], device: torch.device, warmup: int) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        # The kernels that the graph will hold.
+        with stepping.paused(), without_views(), torch.cuda.stream(side):
+            for _ in range(max(warmup, 1)):
+                with tables.into(tables.Arena(None, device)) as needed:
+                    step()
+        torch.cuda.current_stream().wait_stream(side)
+        undo()
+        self.graph = torch.cuda.CUDAGraph()  # entering it gives back what is free now
+        self.tables = tables.Arena(2 * needed.used + 1024, device)
+        with stepping.paused(), torch.cuda.graph(self.graph), tables.into(self.tables):
+            self.loss = step()
+        self.tables.fill()
+
+    def replay(self) -> Tensor:
+        self.graph.replay()
         return self.loss
 
 

@@ -184,17 +184,22 @@ class Slices:
 
     def state_dict(self) -> dict[str, Any]:
         """What to save where checkpoints do not keep the metadata of ``model.state_dict()`` (safetensors, DCP)."""
-        return {"step": self.step, "slices": [[s.seed, s.stream, *_widths(s)] for s in self.members]}
+        entered = [s.entered for s in self.members]
+        slices = [[s.seed, s.stream, *_widths(s)] for s in self.members]
+        return {"step": self.step, "slices": slices, "entered": entered}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where :meth:`state_dict` was taken."""
         here, there = [_widths(s) for s in self.members], [list(x[2:]) for x in state["slices"]]
+        entered = state.get("entered") or [()] * len(there)
+        if any(entered) and len(here) == len(there):  # widths that grow: whoever changes them will
+            there = [[size, now[1], *parts] for (size, _, *parts), now in zip(there, here, strict=True)]
         if here != there:
             raise ValueError(
                 f"saved slices [size, width, parts] {there}, but this model's are {here}: convert it alike first"
             )
-        for s, (seed, stream, *_) in zip(self.members, state["slices"], strict=True):
-            s.seed, s.stream = seed, stream
+        for s, (seed, stream, *_), changes in zip(self.members, state["slices"], entered, strict=True):
+            s.seed, s.stream, s.entered = seed, stream, tuple((width, step) for width, step in changes)
         self.seek_(state["step"])
 
     def __getstate__(self) -> dict[str, Any]:

@@ -62,6 +62,9 @@ class Slice:
     contiguous = True
     """Whether the kept units lie side by side, so that one start says which they are; if not, see ``Subset``."""
 
+    entered: tuple[tuple[int, int], ...] = ()
+    """Of a prefix that has been trained: how many units were in from which step on (``compact.growth``)."""
+
     def __init__(
         self,
         size: int,
@@ -187,10 +190,13 @@ class Slice:
         """What ``start`` holds, made anew on the host."""
         return torch.tensor(self.starts_on_host, dtype=torch.int64, device="cpu")
 
+    def kept_at(self, rate: float) -> float:
+        """What is kept at another rate: the width of a slice. Raises if there is none."""
+        return width_of(self.size, as_float("rate", rate), self.align)[0]
+
     def rerate_(self, rate: float) -> None:
         """Change the rate and with it the width. Tensors change in place: graphs of an earlier rate stay valid."""
-        self.width, _ = width_of(self.size, as_float("rate", rate), self.align)
-        self.rate = float(rate)
+        self.width, self.rate = int(self.kept_at(rate)), float(rate)
         self.gain, scale = self._scale()
         if self.scale is None:
             self.scale = None if scale is None else scale.to(self.start.device)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from ..schedule import Schedule, Tail
+from ..schedule import Stages, Tail
 
 
 class Scheduled:
@@ -19,7 +19,7 @@ class Scheduled:
         make: builds the schedule from the model when training begins; by default the paper's tail of 10 %.
     """
 
-    schedule: Schedule
+    schedule: Stages
 
-    def __init__(self, make: Callable[[nn.Module], Schedule] = Tail) -> None:
+    def __init__(self, make: Callable[[nn.Module], Stages] = Tail) -> None:
         self.make = make

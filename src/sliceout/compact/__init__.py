@@ -3,6 +3,7 @@
 ``gradient``         the tensor that ``parameter.grad`` is, and what torch's operations do to it
 ``gradient_leaves``  how such a gradient comes out of a compiled graph
 ``optimizers``       slice-only updates for SGD, Adam and AdamW
+``growth``           the same for units that are not in yet, with dense gradients too
 ``data_parallel``    slice-sized all-reduce under ``DistributedDataParallel``
 """
 
@@ -10,7 +11,9 @@ from __future__ import annotations
 
 import functools
 
-from . import data_parallel, optimizers
+from . import data_parallel, growth, optimizers
+
+__all__ = ["data_parallel", "growth", "observe", "optimizers"]
 
 
 @functools.cache  # once

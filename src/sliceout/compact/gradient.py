@@ -10,6 +10,7 @@ The slice-only optimizer update that goes with it is in ``optimizers``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..ops import library, views
-from ..ops.placement import Placement, TensorSpec, register_compact_gradient, strides_of
+from ..ops.placement import Placement, TensorSpec, register_compact_gradient, small_shape, strides_of
 
 
 class SlicedGrad(Tensor):
@@ -31,6 +32,7 @@ class SlicedGrad(Tensor):
             a view of it. All operations go there from then on.
         owned: whether ``small`` is ours to write to: what autograd hands out may be shared (``a + b`` hands one tensor
             to both).
+        offset: what the optimizer subtracts from the step count of the parameter: those before these entries were in.
         empty: it was zeroed, so that it may move to the slice of whatever is added next.
     """
 
@@ -38,6 +40,8 @@ class SlicedGrad(Tensor):
     at: Placement
     full: Tensor | None
     owned: bool
+    whole = False
+    offset = 0
     empty: bool
     _viewed: bool
 
@@ -125,8 +129,38 @@ class SlicedGrad(Tensor):
         return _on_full(func, args, kwargs or {}) if out is NotImplemented else out
 
 
-Work = list[tuple[Tensor, SlicedGrad]]
-"""Parameters and their gradients, which an optimizer is to step over."""
+class Region:
+    """Some entries of a dense gradient: what a :class:`SlicedGrad` is to updates, but read where they lie."""
+
+    whole = True
+
+    def __init__(self, grad: Tensor, at: Placement, offset: int) -> None:
+        self.grad, self.at, self.offset = grad, at, offset
+
+    @property
+    def small(self) -> Tensor:
+        """Its shape and dtype, for the tables of kernels; the entries are not copied."""
+        return _without_memory(tuple(small_shape(self.grad.shape, *self.at.geometries)), self.grad.dtype)
+
+    def values(self) -> Tensor:
+        return self.grad
+
+    def replace_(self, values: Tensor) -> None:
+        self.grad = values
+
+    def rectangles(self, *fulls: Tensor) -> list[tuple[Tensor, ...]]:
+        """Views of the gradient and of each full tensor that hold the same entries."""
+        found = [[full for full, _ in views.rectangles(t, t, self.at)] for t in (self.grad, *fulls)]
+        return list(zip(*found, strict=True))
+
+
+@functools.lru_cache(1024)
+def _without_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+Work = list[tuple[Tensor, SlicedGrad | Region]]
+"""Parameters and their gradients, which an optimizer is to step over: either all compact, or all regions."""
 
 
 def same_place(a: SlicedGrad, b: SlicedGrad) -> bool:

@@ -26,22 +26,26 @@ from .gradient import Work
 @triton.jit
 def _gradient(
     d, first, found_inf, grad_scale, SMALL: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
-    FOUND_INF: tl.constexpr, GRAD_SCALE: tl.constexpr, MAXIMIZE: tl.constexpr,
+    WHOLE: tl.constexpr, FOUND_INF: tl.constexpr, GRAD_SCALE: tl.constexpr, MAXIMIZE: tl.constexpr,
 ):  # fmt: skip
-    """Where this tile lies in the full tensors, what of it is to be updated, and its gradient."""
+    """Where this tile lies in the full tensors, what of it is to be updated, and its gradient.
+
+    That is small, or ``WHOLE``: it lies as the full tensors do.
+    """
     i, r, c, inside = walk(d, first, VECTOR, BLOCK)
     if FOUND_INF:  # GradScaler met an overflow: nothing is touched
         inside = inside & (tl.load(found_inf + 0 * r) == 0)
     rr, row_place = source(r, *run_of(d + 10, 1))
     cc, col_place = source(c, *run_of(d + 14, VECTOR))
-    small = pointer_to(tl.load(d + 1), SMALL, VECTOR) + entries(i, VECTOR)
-    g = tl.load(small, mask=inside[:, None], other=0).to(tl.float32)
+    at = mapped_entries(d, rr, cc, VECTOR)
+    grads = pointer_to(tl.load(d + 1), SMALL, VECTOR) + (at if WHOLE else entries(i, VECTOR))
+    g = tl.load(grads, mask=inside[:, None], other=0).to(tl.float32)
     g = scaled(g, d, row_place, col_place, inside, VECTOR)
     if GRAD_SCALE:
         g = g / tl.load(grad_scale)
     if MAXIMIZE:
         g = -g
-    return mapped_entries(d, rr, cc, VECTOR), inside[:, None], g
+    return at, inside[:, None], g
 
 
 @triton.jit
@@ -49,7 +53,7 @@ def _adam_kernel(
     table, owner, lr, found_inf, grad_scale, less_beta1, less_beta2, log2_beta1, log2_beta2, weight_decay, eps,
     FULL: tl.constexpr, SMALL: tl.constexpr, STATE: tl.constexpr, WIDE: tl.constexpr,
     FIELDS: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
-    LR_LIVES_ON_DEVICE: tl.constexpr, STEP_LIVES_ON_DEVICE: tl.constexpr, FOUND_INF: tl.constexpr,
+    LR_LIVES_ON_DEVICE: tl.constexpr, STEP_LIVES_ON_DEVICE: tl.constexpr, WHOLE: tl.constexpr, FOUND_INF: tl.constexpr,
     GRAD_SCALE: tl.constexpr, DECOUPLED: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr,
 ):  # fmt: skip
     d, first, together = find_tile(table, owner, FIELDS, VECTOR, BLOCK)
@@ -64,12 +68,12 @@ def _adam_kernel(
     if together:
         _adam_tile(
             d, first, lr, found_inf, grad_scale, less_beta1, less_beta2, correction1, correction2, weight_decay, eps,
-            FULL, SMALL, STATE, VECTOR, BLOCK, FOUND_INF, GRAD_SCALE, DECOUPLED, AMSGRAD, MAXIMIZE,
+            FULL, SMALL, STATE, VECTOR, BLOCK, WHOLE, FOUND_INF, GRAD_SCALE, DECOUPLED, AMSGRAD, MAXIMIZE,
         )  # fmt: skip
     else:
         _adam_tile(
             d, first, lr, found_inf, grad_scale, less_beta1, less_beta2, correction1, correction2, weight_decay, eps,
-            FULL, SMALL, STATE, 1, BLOCK, FOUND_INF, GRAD_SCALE, DECOUPLED, AMSGRAD, MAXIMIZE,
+            FULL, SMALL, STATE, 1, BLOCK, WHOLE, FOUND_INF, GRAD_SCALE, DECOUPLED, AMSGRAD, MAXIMIZE,
         )  # fmt: skip
 
 
@@ -77,10 +81,12 @@ def _adam_kernel(
 def _adam_tile(
     d, first, lr, found_inf, grad_scale, less_beta1, less_beta2, correction1, correction2, weight_decay, eps,
     FULL: tl.constexpr, SMALL: tl.constexpr, STATE: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
-    FOUND_INF: tl.constexpr, GRAD_SCALE: tl.constexpr, DECOUPLED: tl.constexpr, AMSGRAD: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
+    WHOLE: tl.constexpr, FOUND_INF: tl.constexpr, GRAD_SCALE: tl.constexpr, DECOUPLED: tl.constexpr,
+    AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr,
 ):  # fmt: skip
-    at, inside, g = _gradient(d, first, found_inf, grad_scale, SMALL, VECTOR, BLOCK, FOUND_INF, GRAD_SCALE, MAXIMIZE)
+    at, inside, g = _gradient(
+        d, first, found_inf, grad_scale, SMALL, VECTOR, BLOCK, WHOLE, FOUND_INF, GRAD_SCALE, MAXIMIZE
+    )
     params = pointer_to(tl.load(d), FULL, VECTOR) + at
     averages = pointer_to(tl.load(d + 2), STATE, VECTOR) + at
     squares = pointer_to(tl.load(d + 3), STATE, VECTOR) + at
@@ -108,7 +114,7 @@ def _sgd_kernel(
     table, owner, lr, found_inf, grad_scale, momentum, weight_decay,
     FULL: tl.constexpr, SMALL: tl.constexpr, STATE: tl.constexpr, WIDE: tl.constexpr,
     FIELDS: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
-    LR_LIVES_ON_DEVICE: tl.constexpr, FOUND_INF: tl.constexpr, GRAD_SCALE: tl.constexpr,
+    LR_LIVES_ON_DEVICE: tl.constexpr, WHOLE: tl.constexpr, FOUND_INF: tl.constexpr, GRAD_SCALE: tl.constexpr,
     MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
 ):  # fmt: skip
     d, first, together = find_tile(table, owner, FIELDS, VECTOR, BLOCK)
@@ -117,12 +123,12 @@ def _sgd_kernel(
     if together:
         _sgd_tile(
             d, first, lr, found_inf, grad_scale, momentum, weight_decay,
-            FULL, SMALL, STATE, VECTOR, BLOCK, FOUND_INF, GRAD_SCALE, MOMENTUM, NESTEROV, MAXIMIZE,
+            FULL, SMALL, STATE, VECTOR, BLOCK, WHOLE, FOUND_INF, GRAD_SCALE, MOMENTUM, NESTEROV, MAXIMIZE,
         )  # fmt: skip
     else:
         _sgd_tile(
             d, first, lr, found_inf, grad_scale, momentum, weight_decay,
-            FULL, SMALL, STATE, 1, BLOCK, FOUND_INF, GRAD_SCALE, MOMENTUM, NESTEROV, MAXIMIZE,
+            FULL, SMALL, STATE, 1, BLOCK, WHOLE, FOUND_INF, GRAD_SCALE, MOMENTUM, NESTEROV, MAXIMIZE,
         )  # fmt: skip
 
 
@@ -130,10 +136,12 @@ def _sgd_kernel(
 def _sgd_tile(
     d, first, lr, found_inf, grad_scale, momentum, weight_decay,
     FULL: tl.constexpr, SMALL: tl.constexpr, STATE: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
-    FOUND_INF: tl.constexpr, GRAD_SCALE: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
+    WHOLE: tl.constexpr, FOUND_INF: tl.constexpr, GRAD_SCALE: tl.constexpr, MOMENTUM: tl.constexpr,
+    NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
 ):  # fmt: skip
-    at, inside, g = _gradient(d, first, found_inf, grad_scale, SMALL, VECTOR, BLOCK, FOUND_INF, GRAD_SCALE, MAXIMIZE)
+    at, inside, g = _gradient(
+        d, first, found_inf, grad_scale, SMALL, VECTOR, BLOCK, WHOLE, FOUND_INF, GRAD_SCALE, MAXIMIZE
+    )
     params = pointer_to(tl.load(d), FULL, VECTOR) + at
     p = tl.load(params, mask=inside, other=0).to(tl.float32)
     g = g + weight_decay * p
@@ -152,17 +160,18 @@ def _sgd_tile(
 
 
 class UpdatePlan(LaunchPlan):
-    """Pieces whose slices an optimizer updates, step by step: gradients are new, and counts that live on the host."""
+    """Pieces whose slices an optimizer updates, step by step: gradients and counts are new."""
 
-    def __init__(self, pieces: list[Piece]) -> None:
+    def __init__(self, pieces: list[Piece], whole: bool = False) -> None:
         super().__init__(pieces, walk_full=False, dtypes=3)
+        self.whole = whole
         self.counted = pieces[0].step is not None and not pieces[0].step.is_cuda  # on the host
 
     def refresh(self, smalls: Sequence[Tensor], steps: Sequence[Tensor]) -> None:
         """Take these gradients and counts, in the order of the pieces."""
         self.replace(1, map(Tensor.data_ptr, smalls))
-        if self.counted:
-            self.replace(5, map(int, steps))
+        if steps:
+            self.replace(5, map(int if self.counted else Tensor.data_ptr, steps))
 
     def update(
         self, kernel: Any, *numbers: float, lr: float | Tensor, found_inf: Tensor | None, grad_scale: Tensor | None,
@@ -170,7 +179,7 @@ class UpdatePlan(LaunchPlan):
     ) -> None:  # fmt: skip
         """Update all pieces by a kernel; ``numbers`` and ``flags`` are those of its formula."""
         flags |= {
-            "LR_LIVES_ON_DEVICE": isinstance(lr, Tensor), "FOUND_INF": found_inf is not None,
+            "LR_LIVES_ON_DEVICE": isinstance(lr, Tensor), "WHOLE": self.whole, "FOUND_INF": found_inf is not None,
             "GRAD_SCALE": grad_scale is not None, "MAXIMIZE": maximize,
         }  # fmt: skip
         self.run(kernel, lr, found_inf, grad_scale, *numbers, **flags)
@@ -215,12 +224,12 @@ class Slices:
                 for name in self.names:  # the format may have changed since, or be that of a checkpoint
                     if s[name].stride() != p.stride() and is_channels_last(s[name]) != is_channels_last(p):
                         s[name] = s[name].contiguous(memory_format=memory_format(p))
-            self.kept[key] = self._key(), UpdatePlan(self._pieces()) if self._fit() else None
+            self.kept[key] = self._key(), UpdatePlan(self._pieces(), self.grads[0].whole) if self._fit() else None
         return self.kept[key][1]
 
     def smalls(self) -> list[Tensor]:
-        """The gradients, each laid out as its parameter."""
-        return [g.small.contiguous(memory_format=memory_format(p)) for p, g in self.work]
+        """The gradients, each laid out as its parameter; whole ones where only a region of them is read."""
+        return [(g.grad if g.whole else g.small).contiguous(memory_format=memory_format(p)) for p, g in self.work]
 
     def _fulls(self) -> list[Tensor]:
         return [*self.params, *(s[name] for s in self.state for name in self.names)]
@@ -228,7 +237,8 @@ class Slices:
     def _key(self) -> list[Any]:
         """All that the kernel's table says, and whether there can be one."""
         return [
-            *address_key([*self._fulls(), *self.steps]), *layout_key([g.small for g in self.grads]),
+            self.grads[0].whole, *address_key([*self._fulls(), *self.steps]),
+            *layout_key([g.small for g in self.grads]),
             *((self._place(g.at.rows), self._place(g.at.cols), g.at.gain) for g in self.grads),
             *(t if t is None else t.data_ptr() for g in self.grads for t in g.at[3:]),
         ]  # fmt: skip
@@ -253,8 +263,8 @@ class Slices:
 
     def _pieces(self) -> list[Piece]:
         pieces = []
-        for p, g, small, s in zip(self.params, self.grads, self.smalls(), self.state, strict=True):
+        for p, g, s in zip(self.params, self.grads, self.state, strict=True):
             rows, cols = (None if q is None else (self.places[id(q)][0], q.geometry) for q in g.at[:2])
             state = tuple(s[name] for name in self.names)
-            pieces.append(Piece(p, small, rows, cols, *g.at[2:], state, s.get("step")))
+            pieces.append(Piece(p, g.small, rows, cols, *g.at[2:], state, s.get("step")))
         return pieces

@@ -9,10 +9,14 @@ optimizer (dense gradients, other groups) is stepped by torch as ever, and any o
 What it means, for each unit: a unit outside the slice keeps its weights *and* its state. No moment decays, no weight
 decay and no momentum is applied while it is dropped ("lazy" updates, as ``torch.optim.SparseAdam`` does them).
 Adam's bias correction counts the steps of the parameter, as its state does.
+
+Dense gradients of parameters with units that are not in yet, or have come in since, are stepped over in the same way,
+region by region (``growth``).
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -25,11 +29,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..ops import tables
 from ..ops.placement import memory_format
 from ..ops.prefetch import has_triton
-from .gradient import SlicedGrad, Work
+from . import growth
+from .gradient import Region, SlicedGrad, Work
 
-_set_aside: weakref.WeakKeyDictionary[Optimizer, Work] = weakref.WeakKeyDictionary()
+_set_aside: weakref.WeakKeyDictionary[Optimizer, list[tuple[Tensor, Tensor]]] = weakref.WeakKeyDictionary()
 
 
+@functools.cache  # once
 def observe() -> None:
     """Step over slices only, in all optimizers from now on."""
     register_optimizer_step_pre_hook(_before_step)
@@ -39,6 +45,7 @@ def observe() -> None:
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Step over slices at the place of the closure: after all other hooks, and once the gradients are made."""
     if torch.compiler.is_compiling():
+        torch.compiler.disable(growth.warn)(optimizer)
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None and not any(_update_of(optimizer, group) for group in optimizer.param_groups):
@@ -63,19 +70,29 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 @torch.no_grad()
 def _step_over_slices(optimizer: Optimizer) -> None:
-    stepped: Work = []
+    stepped: list[tuple[Tensor, Tensor]] = []
+    growing = growth.look(optimizer)
     for group in optimizer.param_groups:
         update = _update_of(optimizer, group)
-        work: Work = []
+        work: dict[bool, Work] = {False: [], True: []}  # by whether gradients are whole
         for p in group["params"]:
-            if isinstance(p.grad, SlicedGrad):
-                if update is not None and p.grad.is_sliced():
-                    work.append((p, p.grad))
-                else:
-                    p.grad = p.grad.dense()
-        if work and update is not None:
-            update(optimizer, group, work)
-        stepped += work
+            grown = None if p.grad is None else growing.get(id(p))
+            if isinstance(p.grad, SlicedGrad) and not (
+                update and p.grad.is_sliced() and (grown is None or grown.lies_at(p.grad))
+            ):
+                p.grad = p.grad.dense()
+            parts: list[SlicedGrad | Region] = [p.grad] if isinstance(p.grad, SlicedGrad) else []
+            if grown is not None and update and grown.fits(p):
+                memory = max(map(float, group["betas"])) if "betas" in group else 0.0
+                parts = grown.parts(p.grad, optimizer.state.get(p, {}), memory) or parts
+            elif grown is not None:
+                growth.warn(optimizer)
+            if parts:
+                work[parts[0].whole] += [(p, part) for part in parts]
+                stepped.append((p, p.grad))
+        for same in filter(None, work.values()):
+            assert update is not None
+            update(optimizer, group, same)
     for p, _ in stepped:
         p.grad = None  # torch's own step passes over it
     if stepped:
@@ -106,11 +123,11 @@ def _adam(optimizer: Optimizer, group: dict[str, Any], work: Work) -> None:
     if _fused(optimizer, work, names, "adam", **settings, betas=betas, decoupled=decoupled) or _overflown(optimizer):
         return
     settings |= {"lr": float(group["lr"]), "beta1": float(betas[0]), "beta2": float(betas[1])}
-    torch._foreach_add_([optimizer.state[p]["step"] for p, _ in work], 1)
+    torch._foreach_add_(_each_once(optimizer.state[p]["step"] for p, _ in work), 1)
     update: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
     for p, g in work:
         state = optimizer.state[p]
-        step = [state["step"].to(p.device, torch.float32)]
+        step = [state["step"].to(p.device, torch.float32) - g.offset]
         for grad, param, average, square, *highest in _blocks(g, p, *(state[name] for name in names)):
             update([param], [_unscaled(optimizer, grad)], [average], [square], highest, step, **settings)
 
@@ -130,11 +147,16 @@ def _sgd(optimizer: Optimizer, group: dict[str, Any], work: Work) -> None:
             torch._fused_sgd_([param], [_unscaled(optimizer, grad)], buffer, is_first_step=False, **settings)
 
 
+def _each_once(steps: Iterable[Tensor]) -> list[Tensor]:
+    """The step counts of some slices: those of one parameter share theirs."""
+    return list({id(step): step for step in steps}.values())
+
+
 _BLOCK = 1 << 17
 """Entries that are updated at a time on the CPU: few calls, and still in the cache when they are written back."""
 
 
-def _blocks(g: SlicedGrad, *fulls: Tensor) -> Iterator[list[Tensor]]:
+def _blocks(g: SlicedGrad | Region, *fulls: Tensor) -> Iterator[list[Tensor]]:
     """The slice in pieces ``[grad, *fulls]`` as torch's fused kernels want them: contiguous, alike, to be changed.
 
     What does not lie side by side is copied, and written back when the next piece is asked for.
@@ -176,7 +198,7 @@ def _fused(optimizer: Optimizer, work: Work, names: list[str], kernel: str, *, l
     if updates is None or any(isinstance(b, Tensor) for b in settings.get("betas", ())) or not tables.possible(device):
         if tables.capturing(device):
             raise RuntimeError(
-                "this optimizer step cannot be captured with compact gradients: its slices would be frozen. "
+                "this optimizer step cannot be captured with compact gradients or units that enter. "
                 "Use sliceout.capture with 32 or 16 bit parameters, or grads='dense'"
             )
         return False
@@ -184,10 +206,13 @@ def _fused(optimizer: Optimizer, work: Work, names: list[str], kernel: str, *, l
     given = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
     found_inf, grad_scale = (None if t is None else t.to(device) for t in given)  # of a scaler on another GPU
     if steps := slices.steps:
-        torch._foreach_add_(steps, 1)
+        counts = _each_once(steps)
+        torch._foreach_add_(counts, 1)
         if found_inf is not None:
-            torch._foreach_sub_(steps, [found_inf.to(steps[0].device)] * len(steps))
-    smalls = slices.smalls()  # held until the launch: some may be copies
+            torch._foreach_sub_(counts, [found_inf.to(steps[0].device)] * len(counts))
+        if any(offsets := [g.offset for _, g in work]):
+            steps = list(torch._foreach_sub(steps, offsets))
+    smalls = slices.smalls()  # held until the launch, as the counts are: some are copies
     updates.refresh(smalls, steps)
     getattr(kernels, kernel)(updates, lr=lr, found_inf=found_inf, grad_scale=grad_scale, **settings)
     return True

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import take
-from ..slices import Axis, Take
+from ..slices import Axis, ConcatAxis, Slice, Take
 from .base import Sliced, _autocast_dtype
 from .mixing import linear
 
@@ -89,6 +89,14 @@ class MultiheadAttention(Sliced, nn.MultiheadAttention):
         if not batched:
             return out.squeeze(0), None if weights is None else weights.squeeze(0)
         return out if self.batch_first else out.transpose(0, 1), weights
+
+    def taken(self) -> list[tuple[nn.Parameter, Take]]:
+        whole = Slice(self.embed_dim, 0.0).axis()
+        *_, v = axes = [self.axes.get(role) or self.axes.get("heads") or whole for role in ("qk", "qk", "v")]
+        apart = zip((self.q_proj_weight, self.k_proj_weight, self.v_proj_weight), map(Take, axes), strict=True)
+        fused = Take(ConcatAxis(tuple(axes)))
+        found: Any = [*apart, (self.in_proj_weight, fused), (self.in_proj_bias, fused)]
+        return [(p, t) for p, t in (*found, (self.out_proj.weight, Take(None, v))) if p is not None]
 
     def _live(self, role: str) -> Axis | None:
         axis = self.axes.get(role) or self.axes.get("heads")

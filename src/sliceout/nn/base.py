@@ -88,6 +88,11 @@ class Sliced:
         """What is taken of which parameter while all slices are live, as far as its gradient may be compact."""
         return {}
 
+    def taken(self) -> list[tuple[nn.Parameter, Take]]:
+        """All parameters that are sliced, compact or not, and what is taken of each."""
+        held: dict[str, nn.Parameter | None] = self._parameters  # type: ignore[attr-defined]
+        return [(p, t) for name, t in self.takes().items() if (p := held.get(name)) is not None]
+
     @property
     def slices(self) -> list[Slice]:
         return list(dict.fromkeys(s for a in self.axes.values() for s in a.slices))
@@ -137,7 +142,9 @@ class Sliced:
         metadata = getattr(destination, "_metadata", None)  # beside the keys: an unconverted model loads them as ever
         if metadata is not None:
             metadata[prefix[:-1]]["sliceout"] = {
-                role: [{"seed": s.seed, "stream": s.stream, "step": s.owner.step} for s in a.slices]
+                role: [
+                    {"seed": s.seed, "stream": s.stream, "step": s.owner.step, "entered": s.entered} for s in a.slices
+                ]
                 for role, a in self.axes.items()
             }
 
@@ -149,7 +156,7 @@ class Sliced:
         for role, positions in local_metadata.get("sliceout", {}).items():
             if role in self.axes:
                 for s, position in zip(self.axes[role].slices, positions, strict=False):
-                    s.seed, s.stream = position["seed"], position["stream"]
+                    s.seed, s.stream, s.entered = position["seed"], position["stream"], position.get("entered", ())
                     s.owner.seek_(position["step"])
 
     def extra_repr(self) -> str:
@@ -219,6 +226,8 @@ def watch(layer: Any) -> None:
     stepping.observe_optimizers()
     if any(s.grads == "compact" for s in layer.slices):
         compact.observe()
+    if any(map(compact.growth.grows, layer.slices)):
+        compact.optimizers.observe()
 
 
 def adopt(module: nn.Module, made: type[nn.Module], axes: dict[str, Axis]) -> None:

@@ -48,9 +48,13 @@ class Drop(Slice):
     def share(self) -> str:
         return f"all {self.size}" if self.sampling == "none" else f"{1 - self.rate:.3g} of {self.size}"
 
-    def rerate_(self, rate: float) -> None:
+    def kept_at(self, rate: float) -> float:
         if not 0 <= rate < 1:
             raise ValueError(f"rate={rate}: expected 0 <= rate < 1")
+        return 1.0 if self.sampling == "none" else 1 - float(rate)
+
+    def rerate_(self, rate: float) -> None:
+        self.kept_at(rate)  # raises
         self.rate = 0.0 if self.sampling == "none" else float(rate)
 
 

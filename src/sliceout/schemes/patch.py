@@ -47,9 +47,8 @@ class Side(Slice):
         """How much of the branch's input the window covers; a map that the stride does not divide ends early."""
         return self.stride * self.width - (self.stride * self.size - self.reads)
 
-    def rerate_(self, rate: float) -> None:
-        super().rerate_(side_rate(rate))
-        self.rate = rate
+    def kept_at(self, rate: float) -> float:
+        return super().kept_at(side_rate(rate))
 
     @property
     def share(self) -> str:
