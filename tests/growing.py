@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lazy
 from sliceout import nn as snn
-from sliceout.slices import ConcatAxis
+from sliceout.takes import ConcatAxis
 
 
 def axis_in(axis: Any, size: int) -> Tensor:

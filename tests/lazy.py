@@ -16,7 +16,7 @@ import sliceout
 from oracle import mask
 from sliceout import Axis
 from sliceout import nn as snn
-from sliceout.slices import ConcatAxis
+from sliceout.takes import ConcatAxis
 
 State = dict[str, Tensor]
 

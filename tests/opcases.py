@@ -13,7 +13,7 @@ from sliceout import Axis, Slice
 from sliceout.drawing import owner_of
 from sliceout.ops.placement import format_of
 from sliceout.schemes.subset import Subset
-from sliceout.slices import Take
+from sliceout.takes import Take
 
 
 @dataclass

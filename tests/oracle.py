@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import sliceout
 from sliceout import Axis, Slice
 from sliceout.schemes.subset import Subset
-from sliceout.slices import ConcatAxis
+from sliceout.takes import ConcatAxis
 
 CHANNELS_LAST_LAYERS = (nn.Linear, sliceout.nn.Conv1D, nn.LayerNorm, nn.RMSNorm, sliceout.nn.LayerScale)
 

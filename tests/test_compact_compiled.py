@@ -18,7 +18,7 @@ from sliceout.compact import gradient_leaves
 from sliceout.compact.gradient import SlicedGrad
 from sliceout.drawing import owner_of
 from sliceout.nn.base import Sliced
-from sliceout.slices import Take
+from sliceout.takes import Take
 
 pytestmark = pytest.mark.slow
 

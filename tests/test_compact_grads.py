@@ -18,7 +18,7 @@ from oracle import exactly
 from sliceout import Slice
 from sliceout.cli.memory import peak_growth
 from sliceout.compact.gradient import SlicedGrad, same_place
-from sliceout.slices import Take
+from sliceout.takes import Take
 
 
 def both(name="mlp", draws=1, **settings):

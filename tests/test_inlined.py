@@ -22,7 +22,7 @@ from sliceout import nn as snn
 from sliceout.drawing import owner_of
 from sliceout.ops import inductor, library, reference, take
 from sliceout.ops.placement import is_channels_last
-from sliceout.slices import Take
+from sliceout.takes import Take
 from test_compile import assert_same_training, compiled
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")

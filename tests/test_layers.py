@@ -23,7 +23,7 @@ from sliceout.drawing import owner_of
 from sliceout.nn import plain_, slice_
 from sliceout.ops import views
 from sliceout.schemes.subset import Subset
-from sliceout.slices import ConcatAxis
+from sliceout.takes import ConcatAxis
 
 every_case = pytest.mark.parametrize("case", CASES, ids=[c.name for c in CASES])
 torch_cases = [c for c in CASES if hasattr(nn, c.kind)]

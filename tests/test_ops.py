@@ -16,7 +16,7 @@ from sliceout.drawing import owner_of
 from sliceout.ops import library, prefetch, reference, store_, take
 from sliceout.ops.placement import memory_format, small_shape
 from sliceout.schemes.subset import Subset
-from sliceout.slices import Take
+from sliceout.takes import Take
 
 IDS = [f"{i}-{'x'.join(map(str, c.shape))}-{c.layout}" for i, c in enumerate(listed())]
 every_listed = pytest.mark.parametrize("number", range(len(IDS)), ids=IDS)

@@ -24,7 +24,7 @@ from sliceout import Slice
 from sliceout import nn as snn
 from sliceout.drawing import Slices, draw_table, part_starts_at, starts_at
 from sliceout.ops import take
-from sliceout.slices import ConcatAxis, Take, parts_of
+from sliceout.takes import ConcatAxis, Take, parts_of
 
 # -- how starts are drawn ----------------------------------------------------------------------------------------------
 

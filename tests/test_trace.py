@@ -13,7 +13,7 @@ import sliceout
 from models import call
 from sliceout.nn import factory, mixing
 from sliceout.ops import take
-from sliceout.slices import Take
+from sliceout.takes import Take
 from sliceout_lab.oracle import masked_dense_
 
 

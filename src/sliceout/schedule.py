@@ -27,7 +27,8 @@ from .compact import gradient_leaves, growth
 from .drawing import off_, on_
 from .drawing import slices as slices_of
 from .nn.base import Sliced
-from .slices import Axis, ConcatAxis, Slice, as_float
+from .slices import Axis, Slice, as_float
+from .takes import ConcatAxis
 
 logger = logging.getLogger(__name__)
 

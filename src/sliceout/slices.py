@@ -5,8 +5,8 @@ anew for every optimizer step (``drawing``). Everything that must agree on the k
 batch norm after it, the columns of the next weight) holds the *same* ``Slice`` object, so nothing can fall out of step.
 With ``parts``, a batch is cut into that many equal parts along dimension 0, and each part has a start of its own.
 
-An :class:`Axis` is a slice along one dimension of a tensor, and a :class:`Take` says which axes a parameter is sliced
-along. This module knows nothing of the rest of the library.
+An :class:`Axis` is a slice along one dimension of a tensor; ``takes`` has what is made of several of them. This module
+knows nothing of the rest of the library.
 
 Starts live twice: as an int64 tensor on the model's device, which kernels and compiled graphs read, and as Python
 ints, which eager code uses to make views. ``drawing`` writes both; a forward pass only ever reads them.
@@ -14,12 +14,11 @@ ints, which eager code uses to make views. ``drawing`` writes both; a forward pa
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -269,102 +268,6 @@ class Axis:
     def __repr__(self) -> str:
         tile = "".join(f", {n}={v}" for n, v in (("blocks", self.blocks), ("inner", self.inner)) if v > 1)
         return f"{self.slice}{tile}"
-
-
-@dataclass(frozen=True)
-class ConcatAxis:
-    """Axes one after the other along a dimension: the sections of a fused projection, each with its own slice."""
-
-    sections: tuple[Axis, ...]
-
-    @property
-    def slice(self) -> Slice:
-        """The first one: all sections are sliced or none."""
-        return self.sections[0].slice
-
-    @property
-    def slices(self) -> list[Slice]:
-        return [a.slice for a in self.sections]
-
-    @property
-    def size(self) -> int:
-        return sum(a.size for a in self.sections)
-
-    @property
-    def width(self) -> int:
-        return sum(a.width for a in self.sections)
-
-    @property
-    def kept(self) -> Tensor:
-        """Indices along the dimension that are kept now."""
-        offsets = itertools.accumulate((a.size for a in self.sections), initial=0)
-        return torch.cat([a.kept + offset for a, offset in zip(self.sections, offsets, strict=False)])
-
-    def __repr__(self) -> str:
-        return " + ".join(map(repr, self.sections))
-
-
-class Take(NamedTuple):
-    """Which part of a parameter a layer uses: the slices along dimensions 0 and 1, and which normalisations go in.
-
-    The one description of a take: layers make it, ``ops.take`` carries it out, and compact gradients are placed by it.
-    """
-
-    rows: Axis | ConcatAxis | None
-    cols: Axis | ConcatAxis | None = None
-    scale_rows: bool = False
-    scale_cols: bool = False
-
-    @property
-    def axes(self) -> list[Axis | ConcatAxis]:
-        """Those that are sliced."""
-        return [a for a in (self.rows, self.cols) if a is not None]
-
-    @property
-    def simple(self) -> bool:
-        """Whether it is at most one run of units along each dimension, up to wrapping: no fused sections, no subset."""
-        return all(isinstance(a, Axis) and a.slice.contiguous for a in self.axes)
-
-    @property
-    def simple_axes(self) -> tuple[Axis | None, Axis | None]:
-        """Rows and columns of a take that is :attr:`simple`."""
-        return self.rows, self.cols  # type: ignore[return-value]
-
-    @property
-    def compact(self) -> bool:
-        """Whether gradients come back slice-sized: what all its slices must want."""
-        return bool(self.axes) and self.simple and all(a.slice.grads == "compact" for a in self.axes)
-
-    @property
-    def factors(self) -> tuple[float, Tensor | None, Tensor | None]:
-        """``gain, row_scale, col_scale``: the normalisations as one number, and as vectors where units differ."""
-        if not self.scale_rows and not self.scale_cols:
-            return 1.0, None, None
-        gain, scales = 1.0, list[Tensor | None]((None, None))
-        for dim, (axis, wanted) in enumerate(((self.rows, self.scale_rows), (self.cols, self.scale_cols))):
-            if axis is not None and wanted:
-                if axis.slice.gain is None:
-                    scales[dim] = axis.slice.scale
-                else:
-                    gain *= axis.slice.gain
-        return gain, scales[0], scales[1]
-
-
-def parts_of(samples: int, *axes: Axis | ConcatAxis | None) -> int:
-    """How many parts a batch has whose units are sliced so: the largest number up to theirs that divides it.
-
-    Example:
-        >>> [parts_of(samples, Slice(64, parts=8).axis()) for samples in (32, 12, 7, 1)]
-        [8, 6, 7, 1]
-    """
-    parts = 1
-    for axis in axes:
-        if axis is not None:
-            for s in axis.slices:
-                parts = s.parts if s.parts > parts else parts
-    while parts > 1 and samples % parts:
-        parts -= 1
-    return parts
 
 
 def width_of(size: int, rate: float, align: int | None) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..ops import GradientLeaf
 from ..ops.placement import Placement, TensorSpec, is_channels_last, small_shape, strides_of
-from ..slices import Take
+from ..takes import Take
 from .gradient import SlicedGrad
 
 

@@ -28,7 +28,8 @@ from torch.optim import Optimizer
 from .. import drawing
 from ..ops import views
 from ..ops.placement import Place, Placement, TensorSpec
-from ..slices import Axis, ConcatAxis, Slice, Take
+from ..slices import Axis, Slice
+from ..takes import ConcatAxis, Take
 from .gradient import Region, SlicedGrad
 
 

@@ -13,7 +13,8 @@ from ..drawing import Slices
 from ..nn.base import Sliced
 from ..nn.factory import give_slices_
 from ..schemes import SCHEMES
-from ..slices import Axis, ConcatAxis, Slice, width_of
+from ..slices import Axis, Slice, width_of
+from ..takes import ConcatAxis
 from .dry_run import DryRun, all_plain_
 from .groups import Group, find_groups, skip_conflicts
 from .options import Filter, Rate, check_model, check_options, matches, rate_of

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import take
-from ..slices import Axis, ConcatAxis, Slice, Take
+from ..slices import Axis, Slice
+from ..takes import ConcatAxis, Take
 from .base import Sliced, _autocast_dtype
 from .mixing import linear
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from .. import compact, drawing, stepping
 from ..compact import gradient_leaves
 from ..ops import GradientLeaf
-from ..slices import Axis, ConcatAxis, Slice, Take, parts_of
+from ..slices import Axis, Slice
+from ..takes import ConcatAxis, Take, parts_of
 
 
 class _Signature:

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..ops import store_, take
-from ..slices import Axis, Slice, Take
+from ..slices import Axis, Slice
+from ..takes import Take
 from . import mixing, unitwise
 from .base import Sliced, adopt, sliced_subclass
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import host_knows_start, take
-from ..slices import Axis, Take
+from ..slices import Axis
+from ..takes import Take
 from .base import Sliced, _attach, _autocast_dtype, _check_size
 
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from ..ops import in_place, store_, take
 from ..ops.statistics import InPlace
-from ..slices import Axis, ConcatAxis, Take
+from ..slices import Axis
+from ..takes import ConcatAxis, Take
 from .base import Sliced, _attach, _check_size
 
 

@@ -21,7 +21,8 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from ..slices import Axis, ConcatAxis, Take
+from ..slices import Axis
+from ..takes import ConcatAxis, Take
 from . import library, prefetch, reference, tables, views
 from .placement import Place, Placement, small_shape
 
@@ -68,7 +69,7 @@ def take(
         t: which slices lie along dimensions 0 and 1, and which normalisations are multiplied in.
         dtype: of the result; the gradient comes back in the dtype of ``full``.
         leaf: what receives the compact gradient of ``full`` in a compiled graph.
-        parts: of the batch (see ``slices.parts_of``). From two on the result has one more dimension in front, with what
+        parts: of the batch (see ``takes.parts_of``). From two on the result has one more dimension in front, with what
             each part takes.
     """
     rows, cols, scale_rows, scale_cols = t

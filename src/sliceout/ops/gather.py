@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..slices import Take
+from ..takes import Take
 from . import library, multi_tensor, reference, views
 from .placement import Place, Placement, TensorSpec, address_key, compact_gradient, empty_small, memory_format
 

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..slices import Axis, Take
+from ..slices import Axis
+from ..takes import Take
 from . import reference
 
 # -- tensors in memory -------------------------------------------------------------------------------------------------
@@ -120,7 +121,7 @@ class Place(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """What a :class:`~sliceout.slices.Take` was at one draw: places along dimensions 0 and 1, and normalisations."""
+    """What a :class:`~sliceout.takes.Take` was at one draw: places along dimensions 0 and 1, and normalisations."""
 
     rows: Place | None = None
     cols: Place | None = None

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..slices import Take
+from ..takes import Take
 from . import tables, views
 
 if TYPE_CHECKING:
