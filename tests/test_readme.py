@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+import sliceout
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
@@ -28,8 +30,17 @@ def test_converting_as_shown(capsys) -> None:
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
 
 
+def test_growing_as_shown() -> None:
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2))
+    widths = []
+    loader, total_steps = [torch.zeros(4, 8)] * 8, 8
+    step = "widths.append(model[0](batch).shape[1])"
+    exec(BLOCKS[1].replace("...  # one training step", step + "  #"), locals() | globals() | {"sliceout": sliceout})
+    assert widths == [32] * 4 + [48] * 2 + [64] * 2
+
+
 def test_slices_by_hand_as_shown() -> None:
-    exec(BLOCKS[1], scope := {})
+    exec(BLOCKS[2], scope := {})
     net = scope["Net"]()
     assert net.fc1(torch.zeros(1, 784)).shape == (1, 1024)
     assert net(torch.zeros(1, 784)).shape == (1, 10)

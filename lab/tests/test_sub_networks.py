@@ -5,21 +5,24 @@ from __future__ import annotations
 import json
 import lzma
 import math
+import re
+import tomllib
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import fake_results as fake
 import sliceout
 from sliceout.cli import UserError
 from sliceout_lab import data, experiment, reproduce, scheme
 from sliceout_lab.data.files import DataError
-from sliceout_lab.experiment_file import LATER, SCHEME
+from sliceout_lab.experiment_file import LATER, SCHEME, names
 from sliceout_lab.models import build
-from sliceout_lab.report import Measured, groups, reading
+from sliceout_lab.report import Measured, groups, own, reading
 from sliceout_lab.report.build import pages
 from sliceout_lab.report.co2 import Carbon
 from sliceout_lab.report.render import markdown
@@ -355,9 +358,33 @@ def test_an_experiment_that_asks_for_it_has_the_number_in_its_result(tmp_path: P
 # -- pages -------------------------------------------------------------------------------------------------------------
 
 
-def page_of(records: list[dict[str, Any]]) -> str:
+def pages_of(records: list[dict[str, Any]]) -> tuple[str, str]:
+    """Results beside the paper, and recipes."""
     runs = [reading.Run(r, f"fake:{i}") for i, r in enumerate(records)]
-    return markdown(pages(Measured(runs, []), Carbon())[0])
+    results, _, recipes = pages(Measured(runs, []), Carbon())
+    return markdown(results), markdown(recipes)
+
+
+def test_a_recipe_names_what_was_not_run_and_shows_what_was() -> None:
+    _, empty = pages_of([])
+    assert "`sliceout-lab reproduce fashion-mnist-parts`: not run here yet." in empty
+    assert empty.count("```python") == 3
+    run = fake.run("fashion-mnist-8k", "mlp", "sliceout", rate=0.5, sampling="circular", parts=8, score=0.85)
+    _, text = pages_of([{**run, "experiment": "fashion-mnist-parts"}])
+    mlp = text.partition("## MLP")[2].partition("## Transformer")[0]
+    assert "convert_(model, rate=0.5, parts=8)" in mlp
+    assert "not run here yet" not in mlp
+    assert re.search(r"8 parts, rate 0.5 \| 8\d.\d\d \(n=1\)", mlp)
+    assert "## Other runs" not in text
+
+
+def test_recipes_name_experiments_that_exist_and_settings_that_work() -> None:
+    for recipe in tomllib.loads((Path(own.__file__).parents[1] / "recipes.toml").read_text())["recipe"]:
+        assert set(recipe["experiments"]) <= set(names())
+        model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2))
+        known = {"convert_": sliceout.convert_, "Grow": sliceout.Grow, "model": model, "step": 0, "total": 10}
+        exec(recipe["settings"], known)
+        assert any(isinstance(m, sliceout.nn.Sliced) for m in model) == bool(recipe["settings"])
 
 
 def test_parts_and_growth_are_rows_of_their_own_on_the_page() -> None:
@@ -369,12 +396,10 @@ def test_parts_and_growth_are_rows_of_their_own_on_the_page() -> None:
     ]
     records.append(fake.run("cifar-10", "wrn-28-6", "none", score=0.9, model_settings={"keep": 0.5}))
     records[1]["final"]["recalibrated"] = 0.931
-    plain, text = page_of([records[0], records[3]]), page_of(records)
-    assert "Beyond the paper" not in plain
+    (plain, _), (text, after) = pages_of([records[0], records[3]]), pages_of(records)
     found = groups.group(reading.Run(r, "") for r in records)
     asked = {"data": "cifar-10", "model": "wrn-28-6", "scheme": "sliceout", "rate": 0.5}
     assert [groups.fits(g, asked) for g in found] == [True, False, False, False]  # the README asks so, too
-    after = text.partition("Beyond the paper")[2].partition("## All runs")[0]
     assert "| SliceOut, circular, 8 parts, rate 0.5 |" in after
     assert "| SliceOut, prefix, growing (rate 0.5, 0.25 from 50 %, 0 from 75 %) |" in after
     assert "| no dropout, narrow 0.5 |" in after
@@ -383,6 +408,6 @@ def test_parts_and_growth_are_rows_of_their_own_on_the_page() -> None:
     assert "so that units join" in after
     assert "| SliceOut, circular, rate 0.5 |" not in after
     # the paper's tables hold what they held without these runs
-    cells = [part.partition("## Beyond")[0].partition("## Wide ResNets")[2] for part in (plain, text)]
+    cells = [part.partition("## Wide ResNets")[2].partition("## Time")[0] for part in (plain, text)]
     assert "ours" in cells[0]
-    assert cells[0].partition("## Time")[0] == cells[1].partition("## Time")[0]
+    assert cells[0] == cells[1]

@@ -31,7 +31,7 @@ def write(
 
     Args:
         results: training results (``*.json``), or folders that hold them.
-        out: folder for ``report.html``, ``results.md``, ``co2.md`` and ``figures/``; made if it is not there.
+        out: folder for ``report.html``, its pages as Markdown and ``figures/``; made if it is not there.
         bench: results of ``sliceout-lab bench`` (``*.json``), or folders that hold them.
         carbon: carbon intensity of the electricity, with its source.
         say: called with a message for every file that was left out.
@@ -39,7 +39,7 @@ def write(
     Returns:
         The HTML page.
     """
-    from .build import pages
+    from .build import NAMES, pages
     from .render import html, markdown
 
     measured = load(results, bench)
@@ -51,7 +51,7 @@ def write(
     made = pages(measured, carbon or Carbon())
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for page, name in zip(made, ("results", "co2"), strict=True):
+        for page, name in zip(made, NAMES, strict=True):
             (out / f"{name}.md").write_text(markdown(page), encoding="utf-8")
             for drawn in page.figures:
                 drawn.save(out / "figures")

@@ -42,8 +42,12 @@ READING = (
 )
 
 
+NAMES = ("results", "co2", "recipes")
+"""Of the pages, and of their files."""
+
+
 def pages(measured: Measured, carbon: Carbon) -> list[Page]:
-    """Results and CO2."""
+    """Results, CO2 and recipes: see ``NAMES``."""
     every = group(measured.runs)
     groups = [g for g in every if not g.own]
     taken = steps(measured, groups)
@@ -67,13 +71,12 @@ def pages(measured: Measured, carbon: Carbon) -> list[Page]:
         ),
         Figures([*frontier.ours(groups), *frontier.papers()]),
     )
-    out.add(*own.section(every))
     out.add(Heading("All runs"), *tables.of_all(every))
     out.add(Heading("The paper in words"), *tables.in_words())
     out.add(Heading("How to read this"), Bullets(READING))
     if notes := _notes(measured):
         out.add(Heading("Notes on runs"), Bullets(notes))
-    return [out, co2_page(measured, every, speeds, carbon)]
+    return [out, co2_page(measured, every, speeds, carbon), own.page(every)]
 
 
 def _opening(measured: Measured, groups: Sequence[Group]) -> list[Block]:

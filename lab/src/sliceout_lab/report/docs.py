@@ -1,4 +1,4 @@
-"""The committed pages: docs/results.md, docs/co2.md, docs/index.md, their pictures, and the block in the README.
+"""The committed pages: docs/results.md, co2.md, recipes.md and index.md, their pictures, and the block in the README.
 
 All of it follows from ``results/train`` and ``results/bench``; ``sliceout-lab report --docs`` makes it anew and a test
 compares it with what is committed.
@@ -12,7 +12,7 @@ from typing import Any
 
 from sliceout.cli import UserError
 
-from .build import pages
+from .build import NAMES, pages
 from .co2 import Carbon
 from .groups import Group, choose, group, scaling_in_words
 from .page import Table
@@ -72,9 +72,9 @@ def load_committed(root: Path, results: Sequence[Path] | None = None, bench: Seq
 def files(root: Path, measured: Measured, carbon: Carbon) -> dict[Path, str]:
     """Every generated file and its text."""
     docs = root / "docs"
-    results, co2 = pages(measured, carbon)
-    out = {docs / f"{name}.md": HEADER + markdown(page) for name, page in (("results", results), ("co2", co2))}
-    for drawn in (*results.figures, *co2.figures):
+    made = pages(measured, carbon)
+    out = {docs / f"{name}.md": HEADER + markdown(page) for name, page in zip(NAMES, made, strict=True)}
+    for drawn in (drawn for page in made for drawn in page.figures):
         out[docs / "figures" / f"{drawn.name}.svg"] = drawn.svg()
     out[docs / "index.md"] = HEADER + render("index.md")
     readme = root / "README.md"

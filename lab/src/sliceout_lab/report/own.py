@@ -1,17 +1,23 @@
-"""Runs beyond the paper, by experiment: several slices in one step, and widths that grow, and their rivals.
+"""The page of recipes: runs beyond the paper (several slices in one step, widths that grow) and their rivals.
 
 Epochs, learning rates and settings of the network may differ from row to row there: the table says all that differs.
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Sequence
+from pathlib import Path
 
 from ..scheme import differences
 from .groups import EXTRAS, Group, name_of, scaling_in_words
-from .page import Block, Bullets, Heading, Table, Text
+from .page import Block, Bullets, Code, Heading, Page, Table, Text
 from .tables import NOTHING, with_error
 
+OPENING = (
+    "What to try first, by kind of model and training, and every run that says so. ± is the standard error of the mean "
+    "over n seeds; one run has no error. `lab/src/sliceout_lab/recipes.toml` holds the settings as data."
+)
 ABOUT = {
     "parts": "**Parts**: the batch is split into so many equal parts, and each has a slice of its own in every layer; "
     "without it, all of the batch goes through one slice.",
@@ -24,24 +30,35 @@ ABOUT = {
 }
 
 
-def section(groups: Sequence[Group]) -> list[Block]:
-    """The section of the page; nothing where nothing of the kind was run."""
-    found: dict[tuple[str, str, str], list[Group]] = {}
+def page(groups: Sequence[Group]) -> Page:
+    """What to try first, by kind of model and training, with the runs that it rests on; then all other such runs."""
+    found: dict[str, list[Group]] = {}
     for g in groups:
         if g.own:
-            key = (str(g.runs[0].record.get("experiment")), g.device, _scaling(g))
-            found.setdefault(key, []).append(g)
-    if not found:
-        return []
+            found.setdefault(str(g.runs[0].record.get("experiment")), []).append(g)
     told = [words for key, words in ABOUT.items() if any(_concerns(key, g) for same in found.values() for g in same)]
-    out: list[Block] = [
-        Heading("Beyond the paper: parts and growth"),
-        Text("Each row is a configuration of its own; none of them is in the paper's tables above."),
-        *([Bullets(told)] if told else []),
-    ]
-    for (name, device, scaled), same in found.items():
-        out += [Heading(name, 3), _table(same, device, scaled)]
+    out = Page("Recipes", [Text(OPENING), *([Bullets(told)] if told else [])])
+    for recipe in tomllib.loads((Path(__file__).parents[1] / "recipes.toml").read_text(encoding="utf-8"))["recipe"]:
+        settings = [Code(recipe["settings"])] if recipe["settings"] else []
+        out.add(Heading(recipe["name"]), *settings, Text(recipe["why"]))
+        for name in recipe["experiments"]:
+            out.add(*_tables(name, found.pop(name, [])))
+    if found:
+        out.add(Heading("Other runs"))
+        for name, same in found.items():
+            out.add(*_tables(name, same))
     return out
+
+
+def _tables(name: str, groups: Sequence[Group]) -> list[Block]:
+    """The runs of an experiment, a table for each machine and size."""
+    if not groups:
+        return [Text(f"`sliceout-lab reproduce {name}`: not run here yet.")]
+    alike: dict[tuple[str, str], list[Group]] = {}
+    for g in groups:
+        alike.setdefault((g.device, _scaling(g)), []).append(g)
+    tables = [_table(same, *where) for where, same in alike.items()]
+    return [Heading(f"`sliceout-lab reproduce {name}`", 3), *tables]
 
 
 def _scaling(g: Group) -> str:

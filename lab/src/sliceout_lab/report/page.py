@@ -23,6 +23,14 @@ class Text:
 
 
 @dataclass(frozen=True)
+class Code:
+    """Lines of Python."""
+
+    kind: ClassVar[str] = "code"
+    text: str
+
+
+@dataclass(frozen=True)
 class Bullets:
     kind: ClassVar[str] = "bullets"
     items: Sequence[str]
@@ -48,7 +56,7 @@ class Figures:
     drawn: Sequence[Drawn]
 
 
-Block = Heading | Text | Bullets | Table | Figures
+Block = Heading | Text | Code | Bullets | Table | Figures
 
 
 @dataclass
