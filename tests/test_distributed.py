@@ -141,6 +141,14 @@ def test_the_parts_of_all_ranks_are_spread_together(ranks, float64):
     assert together == [list(s.starts_on_host) for s in sliceout.slices(whole)]
 
 
+def test_fully_sharded_parts_are_spread_together(ranks, float64):
+    first, second = ranks(jobs.fsdp, "mlp", {}, {"parts": 2})
+    expected = jobs.alone("mlp", parts=4)
+    for key, value in first["state"].items():
+        torch.testing.assert_close(value, second["state"][key], rtol=0, atol=0)
+        torch.testing.assert_close(value, expected["state"][key], msg=lambda m, key=key: f"{key}: {m}")
+
+
 def test_ranks_may_draw_equal_parts(ranks, float64):
     first, second = ranks(jobs.by_parts, "equal")
     assert first["parts"] == second["parts"]

@@ -57,7 +57,8 @@ def test_other_schemes_grow_too(scheme):
 
 
 @pytest.mark.parametrize(("rates", "error", "message"), [
-    ({}, ValueError, "rates={}: expected at least one"),
+    ({}, ValueError, "rates={}: expected rates by progress"),
+    ([0.5, 0.0], ValueError, r"rates=\[0.5, 0.0\]: expected rates by progress"),
     ({1.5: 0.5}, ValueError, "progress 1.5: expected 0 to 1"),
     ({"0": 0.5}, TypeError, "progress='0': expected a number"),
     ({0: 0.5, 0.5: 1.0}, ValueError, "rate=1.0: expected 0 <= rate < 1"),

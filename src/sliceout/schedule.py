@@ -200,8 +200,8 @@ class Grow(Stages):
     """
 
     def __init__(self, model: nn.Module, rates: Mapping[float, float], *, silent: bool = True) -> None:
-        if not rates:
-            raise ValueError("rates={}: expected at least one, such as {0: 0.5, 0.5: 0.0}")
+        if not isinstance(rates, Mapping) or not rates:
+            raise ValueError(f"rates={rates!r}: expected rates by progress, such as {{0: 0.5, 0.5: 0.0}}")
         self.slices, self.silent = list(slices_of(model)), silent
         super().__init__(model, rates, before=rates[min(rates)])
 
