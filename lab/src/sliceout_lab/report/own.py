@@ -94,4 +94,6 @@ def _table(groups: Sequence[Group], device: str, scaled: str) -> Table:
     score = "test accuracy, %" if percent else "test perplexity by token, last epoch"
     notes = [f"Measured on {device}.", *([f"Scaled down: {scaled}."] if scaled else [])]
     headings = ("scheme", score, *(e.heading for e in extras), "training", "step")
+    if all(row[-2:] == [NOTHING, NOTHING] for row in rows):  # they shared their device
+        headings, rows = headings[:-2], [row[:-2] for row in rows]
     return Table(headings, rows, notes=notes)
