@@ -150,6 +150,8 @@ def oracle_by_parts(original: nn.Module, x: Any) -> tuple[int, float | None]:
     report = sliceout.convert_(sliced, rate=0.5, seed=3, parts=2)
     sliceout.draw_(sliced)
     slices, masked = list(report.slices), []
+    if all(s.parts == 1 for s in slices):
+        return 0, None
     starts = [s.starts_on_host for s in slices]
     for part in range(2):
         for s, of_parts in zip(slices, starts, strict=True):

@@ -411,6 +411,24 @@ def test_one_compiled_graph_serves_all_draws(float64):
         exactly(a, b, key)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
+def test_batches_of_any_size_share_a_graph_as_long_as_they_have_as_many_parts(float64):
+    model, graphs = mlp(parts=4), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    fast = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
+    counts = []
+    for samples in (24, 32, 40, 44, 9, 15):  # in four parts, and then in three
+        sliceout.draw_(model)
+        x = torch.randn(samples, 6)
+        exactly(fast(x), model(x))
+        counts.append(len(graphs))
+    assert counts == [1, 1, 1, 1, 2, 2]
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_recomputed_activations_use_the_same_starts(use_reentrant, float64):
     model, x = transformer(4), torch.randn(8, 5, 16, requires_grad=True)

@@ -243,7 +243,7 @@ def test_circular_steps_in_a_column_of_windows_are_told(sampling: str, mode: str
     cell = compared("mnist-time", records).rows[4][1][0]
     assert cell.ours.mean == 50
     assert [note for note in cell.notes if "slices" in note] == ([told] if told else [])
-    page, _ = pages(measured(records), report.Carbon())
+    page, *_ = pages(measured(records), report.Carbon())
     assert (f"ours here were {told}" in markdown(page)) == (told is not None)
 
 
@@ -391,7 +391,7 @@ def test_a_note_in_a_record_is_shown_and_fields_nobody_knows_do_no_harm(tmp_path
     (tmp_path / "b.json").write_text(json.dumps(fake.run("mnist", "mlp", "none")))
     found = reading.load([tmp_path])
     assert (len(found.runs), found.warnings) == (2, [])
-    page, _ = pages(found, report.Carbon())
+    page, *_ = pages(found, report.Carbon())
     notes = markdown(page).split("## Notes on runs")[1].strip().splitlines()
     assert notes == [f"- mnist, mlp, standard dropout 0.5, seed 0 (`{noted['id']}`): corrected: a reason"]
     assert "Notes on runs" not in markdown(pages(measured([fake.run("mnist", "mlp", "none")]), report.Carbon())[0])
@@ -431,7 +431,7 @@ def test_incomplete_records_do_not_break_the_page() -> None:
                 report.Carbon(),
             )
         )
-        == 2
+        == 3
     )
 
 

@@ -7,7 +7,6 @@ import lzma
 import math
 import re
 import tomllib
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -229,33 +228,15 @@ def test_parts_and_attention_reach_convert(tmp_path: Path, monkeypatch: pytest.M
     assert [s["sampling"] for s in seen] == ["circular", "prefix"]
 
 
-class _Growth(sliceout.Schedule):
-    """What ``sliceout.Grow`` is asked to be, with factors."""
-
-    made: dict[float, float]
-
-    def __init__(self, model: Any, rates: dict[float, float]) -> None:
-        type(self).made = rates
-        super().__init__(model, {at: rate / rates[0.0] for at, rate in rates.items()})
-
-
-@pytest.mark.parametrize("kind", ["stand-in", "real"])
-def test_growth_is_followed_and_goes_on_after_a_stop(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_growth_is_followed_and_goes_on_after_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from sliceout_lab.train import Stopped, loop
     from sliceout_lab.train.stop import Stop
 
-    if kind == "stand-in":
-        monkeypatch.setattr(sliceout, "Grow", _Growth, raising=False)
-    elif not hasattr(sliceout, "Grow"):
-        pytest.skip("sliceout.Grow is not merged yet")
     made: list[int] = []
     original = loop.make
     monkeypatch.setattr(loop, "make", lambda t, record: (made.append(record.step), original(t, record))[1])
     job = mlp_job(epochs=4, sampling="prefix", grow=GROWTH)
     whole = train(job, tmp_path / "whole")
-    assert kind == "real" or _Growth.made == {0.0: 0.5, 0.5: 0.25, 0.75: 0.0}
     steps = whole["steps_per_epoch"]
     assert made == [0, 2 * steps, 3 * steps]
 
@@ -273,7 +254,6 @@ def test_growth_is_followed_and_goes_on_after_a_stop(
     assert [e["loss"] for e in again["epochs"]] == [e["loss"] for e in whole["epochs"]]
 
 
-@pytest.mark.skipif("parts" not in signature(sliceout.convert_).parameters, reason="parts are not merged yet")
 def test_parts_train(tmp_path: Path) -> None:
     one, several = (train(mlp_job(epochs=1, parts=parts), tmp_path) for parts in (1, 8))
     assert one["id"] != several["id"]

@@ -27,9 +27,8 @@ def command(
 
     if parts < 1:
         raise UserError(f"--parts {parts}: expected at least 1")
-    more = {"parts": parts} if parts > 1 else {}
     try:
-        report = convert_(find_model(model), rate, attention=attention, stages=stages, **more)  # type: ignore[arg-type]
+        report = convert_(find_model(model), rate, attention=attention, stages=stages, parts=parts)
     except ValueError as error:
         raise UserError(str(error)) from error
     print(json.dumps(report.as_dict(), indent=1) if json_ else report)

@@ -107,7 +107,7 @@ class Work:
             return
         settings: dict[str, Any] = {"align": case.align, "stages": case.stages, "sampling": case.sampling}
         settings |= {"grads": case.grads, "payoff": False}  # whether it pays is what is to be measured
-        settings |= {"parts": case.parts} if case.parts > 1 else {}
+        settings |= {"parts": case.parts} if case.scheme == "sliceout" else {}
         scheme = "sliceout" if case.scheme == "floor" else case.scheme
         x, _ = self.batch(2, torch.device("cpu"))
         convert_(self.net, case.rate, scheme=scheme, example_inputs=x, **settings)

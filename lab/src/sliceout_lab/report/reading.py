@@ -39,8 +39,12 @@ class Run:
 
     @property
     def alone(self) -> bool:
-        """Whether it had the device for itself. If not, its time and energy say nothing about the method."""
-        return int(self.record.get("concurrent") or 1) <= 1
+        """Whether it had the device for itself. If not, its time and energy say nothing about the method.
+
+        A CPU is never known to do nothing else.
+        """
+        on_cpu = str((self.record.get("machine") or {}).get("torch")).endswith("+cpu")
+        return not on_cpu and int(self.record.get("concurrent") or 1) <= 1
 
 
 @dataclass

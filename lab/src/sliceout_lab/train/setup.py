@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
-import sliceout
-from sliceout import Tail, convert_
+from sliceout import Grow, Tail, convert_
 from sliceout.cli import UserError
 from sliceout.cli.work import set_precision
 from sliceout.schemes import SCHEMES
@@ -157,7 +156,7 @@ def _convert(model: nn.Module, config: dict[str, Any], feed: Any, seed: int) -> 
 
 def _schedule(model: nn.Module, config: dict[str, Any]) -> Any:
     if "grow" in config:
-        return sliceout.Grow(model, dict(config["grow"]))  # type: ignore[attr-defined]
+        return Grow(model, dict(config["grow"]))
     return Tail(model, config["tail"]) if config["tail"] else None
 
 
