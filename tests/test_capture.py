@@ -34,7 +34,7 @@ BEGINNINGS = OPTIMIZERS | {
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    convs = nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.ReLU()
+    convs = nn.Conv2d(3, 32, 3, bias=False), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.ReLU()
     model = nn.Sequential(*convs, nn.Flatten(), nn.Linear(512, 5))
     sliceout.convert_(model, 0.5, example_inputs=torch.zeros(2, 3, 8, 8))
     return model.train()
@@ -255,7 +255,7 @@ def without_gpu(model, optimizer, batch, monkeypatch):
 
 def growing_network(dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(0)
-    convs = nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.ReLU()
+    convs = nn.Conv2d(3, 32, 3, bias=False), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.ReLU()
     model = nn.Sequential(*convs, nn.Flatten(), nn.Dropout(dropout), nn.Linear(512, 5))
     sliceout.convert_(model, 0.5, example_inputs=torch.zeros(2, 3, 8, 8), sampling="prefix")
     return model.train()
