@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -70,11 +69,39 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear``, also with a weight and a bias for each part of the batch: ``[parts, out(, in)]``."""
     if weight.dim() == 2:
         return F.linear(x, weight, bias)
-    rows = math.prod(x.shape[:-1]) // weight.shape[0]
-    y = torch.bmm(x.reshape(weight.shape[0], rows, x.shape[-1]), weight.mT)
+    # In two steps: Inductor sees that [batch, time, d] is [batch * time, d], but copies it for [parts, rows, d].
+    flat = x.flatten(0, -2).unflatten(0, (weight.shape[0], -1))
+    y = _PartsProduct.apply(flat if _autocast_dtype(x) is None else flat.to(weight.dtype), weight)
     if bias is not None:
         y = y + (bias[:, None] if bias.dim() == 2 else bias)
-    return y.view(*x.shape[:-1], y.shape[-1])
+    return y.flatten(0, 1).view(*x.shape[:-1], y.shape[-1])
+
+
+class _PartsProduct(torch.autograd.Function):
+    """``x @ weight.mT`` for each part. The gradient of the weight lies in memory as the weight does.
+
+    That of ``bmm`` would lie transposed, and ``put``, which adds up the parts, would read it across its rows.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.bmm(x, weight.mT)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        for_x, for_weight = ctx.needs_input_grad
+        of_weight = None
+        if for_weight:
+            by_rows = weight.stride(-1) == 1
+            of_weight = torch.bmm(grad.mT, x) if by_rows else torch.bmm(x.mT, grad).mT
+        return torch.bmm(grad, weight) if for_x else None, of_weight
 
 
 def _without_gain(t: Take) -> tuple[Take, float]:

@@ -108,18 +108,19 @@ def _put(small, row_start, col_start, rows, cols, row_scale, col_scale, shape, c
     wide = torch.promote_types(torch.promote_types(small.get_dtype(), dtype), torch.float32)
     load = small.make_loader()
 
-    def from_part(index: Any, part: int) -> Any:
+    def from_part(index: Any, part: int) -> tuple[Any, list[Any]]:
         at, kept, units = list(index), None, []
         for dim, start, geometry, _ in sides:
             at[dim], here, unit = _target(index[dim], start, geometry, part)
             kept = here if kept is None else ops.and_(kept, here)
             units.append(unit)
         place = [part, *at] if parts else at
-        return ops.masked(kept, lambda: _scaled(ops.to_dtype(load(place), wide), sides, units, wide), 0.0)
+        return ops.masked(kept, lambda: ops.to_dtype(load(place), wide), 0.0), units
 
     def entry(index: Any) -> Any:
         there = [from_part(index, part) for part in range(max(parts, 1))]
-        return ops.to_dtype(functools.reduce(ops.add, there), dtype)
+        total = functools.reduce(ops.add, [value for value, _ in there])
+        return ops.to_dtype(_scaled(total, sides, there[0][1], wide), dtype)  # all parts scale a unit alike
 
     return _pointwise(small, shape, dtype, entry)
 
