@@ -13,6 +13,7 @@ from ..drawing import Slices
 from ..nn.base import Sliced
 from ..nn.factory import give_slices_
 from ..schemes import SCHEMES
+from ..schemes.samples import forget_batch_
 from ..slices import Axis, Slice, width_of
 from ..takes import ConcatAxis
 from .dry_run import DryRun, all_plain_
@@ -25,6 +26,7 @@ from .reasons import FILTERED, FROZEN, Reason, Skip
 from .recipes import attention as heads
 from .recipes import convolutions
 from .report import Report, Row, pattern, savings
+from .samples import slice_samples_
 from .trace import Cost
 
 log = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ def convert_(
     rate: Rate = None,
     *,
     scheme: str = "sliceout",
+    decay: str | None = None,
     sampling: str = "circular",
     norm: str = "probabilistic",
     fold: str = "consumer",
@@ -63,8 +66,13 @@ def convert_(
             that lie inside a group. Dropouts inside a sliced group rest while SliceOut is on.
         scheme: ``"sliceout"``, or one of the paper's baselines at the same places: ``"none"``, ``"standard"``,
             ``"spatial"`` or ``"dropblock"`` dropout, ``"controlled"`` dropout (a random subset of units), or
-            ``"patch"`` (a window of the feature map through every residual block; ``rate`` is of its area). An option
-            that has no effect with the scheme is refused. See :mod:`sliceout.schemes`.
+            ``"patch"`` (a window of the feature map through every residual block; ``rate`` is of its area);
+            ``"samples"`` (a slice of the batch through every residual branch, the other samples pass by: stochastic
+            depth that saves what it drops) or ``"droppath"``, its baseline. An option that has no effect with the
+            scheme is refused. See :mod:`sliceout.schemes`.
+        decay: with ``"samples"`` and ``"droppath"``: ``"linear"`` lets the rate of the branches rise from 0 to ``rate``
+            in the order in which they run. Without ``rate``, those take over the rates of the model's own DropPath or
+            StochasticDepth modules, which rest while slices are on.
         sampling, norm, fold, align: see :class:`~sliceout.Slice`.
         grads: ``"dense"``: every parameter gets an ordinary gradient. ``"compact"``: gradients of the slice's size, and
             SGD, Adam and AdamW update the slice alone: other units keep their weights and their state. It pays where
@@ -102,6 +110,8 @@ def convert_(
     check_model(model)
     check_options(locals(), _DEFAULTS)
     run, place = DryRun(model, example_inputs), SCHEMES[scheme].place
+    if place == "branches":
+        return slice_samples_(run, scheme, rate, decay, filter, {"seed": seed})
     if place == "blocks":
         return patch_blocks_(run, rate, filter, {"norm": norm, "align": align or 1, "seed": seed})
     groups = find_groups(run.shadow(), run.trace)
@@ -159,6 +169,7 @@ def revert_(model: nn.Module) -> nn.Module:
     """Undo :func:`convert_`: the original classes again. Weights stay as they are now."""
     if not any(isinstance(m, Sliced) for m in model.modules()):
         raise ValueError(f"{type(model).__name__} has no sliced layer: nothing to revert")
+    forget_batch_(model)
     return all_plain_(model)
 
 

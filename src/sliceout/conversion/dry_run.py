@@ -68,8 +68,8 @@ class DryRun:
         copied = meta_copy(self.model) if self.device == "meta" else copy.deepcopy(self.model).cpu()
         return copied.train()
 
-    def run(self, apply: Callable[[nn.Module], Any] = lambda shadow: None) -> Trace | Failure:
-        """Trace a copy after ``apply``. To copy and to run it is the modules' own code, which may raise anything."""
+    def run(self, apply: Callable[[nn.Module], Any] = lambda shadow: None, flow: bool = False) -> Trace | Failure:
+        """Trace a copy after ``apply``, with its ``flow`` if asked for. To copy and to run it is the modules' own code, which may raise anything."""
         try:
             shadow = self.shadow()
         except Exception as error:
@@ -77,7 +77,7 @@ class DryRun:
         apply(shadow)
         stack = [""]
         try:
-            return trace(shadow, *self.call, stack)
+            return trace(shadow, *self.call, stack, flow)
         except RuleError:
             raise
         except Exception as error:

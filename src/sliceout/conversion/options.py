@@ -17,11 +17,13 @@ Rate = float | Mapping[str, float] | Callable[[str], float | None] | None
 Filter = str | Iterable[str] | Callable[[nn.Module, str], bool] | None
 
 ATTENTION = ("dims", "values", "heads", "off")
+DECAYS = ("linear",)
 _WAY_OUT = {
     "parts": "a batch has parts with scheme='sliceout' alone",
     "ranks": "ranks are spread with scheme='sliceout' and parts= alone",
     "grads": "compact gradients go with scheme='sliceout'",
     "seed": "its masks come from torch's random state, call torch.manual_seed",
+    "decay": "rates fall over depth with scheme='samples' or 'droppath' alone",
     "attention": "attention is about units, choose blocks with filter=",
     "stages": "stages is about units, choose blocks with filter=",
     "paper_exclusions": "paper_exclusions is about units, choose blocks with filter=",
@@ -48,6 +50,10 @@ def check_options(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None
     if scheme not in SCHEMES:
         raise ValueError(f"scheme={scheme!r}: expected one of {', '.join(map(repr, SCHEMES))}")
     check_choice("attention", given["attention"], ATTENTION)
+    if given["decay"] is not None:
+        check_choice("decay", given["decay"], DECAYS)
+        if SCHEMES[scheme].place == "branches" and not isinstance(rate, (int, float)):
+            raise ValueError(f"decay={given['decay']!r} goes with a number as rate, the highest one, not with {rate!r}")
     if given["stages"] is not None and given["stages"] < 1:
         raise ValueError(f"stages={given['stages']}: expected at least 1, or None for all")
     # knows the names

@@ -69,6 +69,13 @@ class Skip(StrEnum):
     NO_READER = auto()
     NOT_A_MAP = auto()
     NOT_A_BLOCK = auto()
+    # residual branches
+    NOT_RESIDUAL = auto()
+    NOT_SAMPLES = auto()
+    MIXES_SAMPLES = auto()
+    ESCAPES = auto()
+    NO_MODULE = auto()
+    SHARED_MODULE = auto()
 
     def __call__(self, text: str) -> Reason:
         return Reason(self, text)

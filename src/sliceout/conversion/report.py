@@ -173,6 +173,10 @@ def _title(report: Report, sliced: list[Row]) -> str:
     settings = f"{', '.join(samplings)}; norm {', '.join(norms) or 'none'}{parts}{compact}"
     if report.scheme == "sliceout":
         return f"SliceOut: {report.model}, {groups} of units sliced ({settings})"
+    if report.scheme in ("samples", "droppath"):
+        name = "Sample-SliceOut" if report.scheme == "samples" else "Baseline 'droppath'"
+        branches = "1 residual branch" if len(sliced) == 1 else f"{len(sliced)} residual branches"
+        return f"{name}: {report.model}, {branches}"
     if report.scheme == "patch":
         return f"Patch-SliceOut: {report.model}, {groups.replace('group', 'residual block')} ({settings})"
     return f"Baseline {report.scheme!r}: {report.model}, {groups} of units ({settings})"

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from ..slices import Slice
 from .dropout import DROPS, Drop
 from .patch import window
+from .samples import DroppedPath, Samples
 from .subset import Subset
 
 
@@ -20,7 +21,7 @@ class Scheme(NamedTuple):
 
     place: str
     """Where it acts: in all ``layers`` of a group, in the ``readers`` of its units, in those that are ``convolutions``
-    too (of feature maps), or in residual ``blocks``."""
+    too (of feature maps), in residual ``blocks`` that are recognised, or in residual ``branches`` of any code."""
     make: Callable[..., Any]
     """Makes the slice of a group from ``size, rate`` and settings of :class:`~sliceout.Slice`; the sides of a window
     for a residual block."""
@@ -40,16 +41,21 @@ def _drop(scheme: str, size: int, rate: float, **settings: Any) -> Slice:
     return Drop(size, rate, scheme)
 
 
+_NOT_UNITS = (*_UNITS, "fold", "attention", "stages", "paper_exclusions", "payoff")
+_BRANCHES = (*_NOT_UNITS, "norm", "align")
+
 SCHEMES: dict[str, Scheme] = {
-    "sliceout": Scheme("layers", Slice),
-    "controlled": Scheme("layers", _subset, _UNITS),
-    "patch": Scheme("blocks", window, (*_UNITS, "fold", "attention", "stages", "paper_exclusions", "payoff")),
+    "sliceout": Scheme("layers", Slice, ("decay",)),
+    "controlled": Scheme("layers", _subset, (*_UNITS, "decay")),
+    "patch": Scheme("blocks", window, (*_NOT_UNITS, "decay")),
+    "samples": Scheme("branches", Samples, _BRANCHES),
+    "droppath": Scheme("branches", lambda rate, seed: DroppedPath(rate), (*_BRANCHES, "seed")),
     **{
         name: Scheme(
             "convolutions" if name in ("spatial", "dropblock") else "readers",
             functools.partial(_drop, name),
             # not align: it drops where SliceOut would slice, and that depends on the widths
-            (*_UNITS, "norm", "fold", "seed"),
+            (*_UNITS, "norm", "fold", "seed", "decay"),
         )
         for name in DROPS
     },

@@ -21,7 +21,8 @@ def view(t: Tracer, a: dict[str, Any], inputs: list[Tensor], outputs: list[Tenso
         if dim is None:
             mixed = t.because(Skip.RESHAPED, "a reshape mixes these units with another dimension")
             block(t.dims(inputs[0]), mixed)
-            return new_dims(y.shape, Skip.RESHAPED("comes out of a reshape that mixes units"))
+            new = new_dims(y.shape[len(dims) :], Skip.RESHAPED("comes out of a reshape that mixes units"))
+            return [*dims, *new]  # those in front are known, such as the batch
         dims.append(dim)
     return dims
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from ...ops import without_views
 from ..reasons import Reason, Skip
 from .atoms import Dim, block, identify, new_dim, new_dims, size
+from .flow import Flow
 
 
 class RuleError(RuntimeError):
@@ -57,6 +58,8 @@ class Trace:
     """The dimensions of an activation, and those of them along which its entries were mixed or chosen by position."""
     attends: list[Dim] = field(default_factory=list)
     """Dimensions along which attention runs."""
+    flow: Flow | None = None
+    """Which value was computed from which, if that was asked for."""
 
     def last_input(self, module: str) -> list[Dim]:
         """The dimensions of the first input of a module in its last call that had one."""
@@ -66,9 +69,9 @@ class Trace:
 class Tracer(TorchDispatchMode):
     """Follows the atoms through every ATen op of a forward pass."""
 
-    def __init__(self, model: nn.Module, stack: list[str]) -> None:
+    def __init__(self, model: nn.Module, stack: list[str], flow: bool = False) -> None:
         super().__init__()
-        self.trace = Trace()
+        self.trace = Trace(flow=Flow() if flow else None)
         self.stack = stack
         self.names: dict[int, str] = {}
         self.offsets: dict[int, int] = {}  # of parts of parameters
@@ -83,6 +86,8 @@ class Tracer(TorchDispatchMode):
                 self.names[id(tensor)] = name = f"{path}.{key}" if path else key
                 self.trace.uses[name] = self.make_dims(tensor)
                 self.parameters.add(id(tensor))
+                if self.trace.flow is not None:
+                    self.trace.flow.fixed.add(self.trace.flow.value(tensor, self.dims(tensor)))
                 if tensor.dim() > 1:
                     self.weights_behind[id(tensor)] = 1 << len(self.weights_behind)
 
@@ -147,7 +152,8 @@ class Tracer(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
             # Code reads numbers to choose a path, mostly to ask whether a mask is all ones. A meta tensor has none: let
             # them be true or 0, so that both traces take the same path.
-            out = args[0].dtype == torch.bool or 0
+            # With a flow masks are not all ones, as it has to be known what they go into.
+            out = (args[0].dtype == torch.bool and self.trace.flow is None) or 0
         else:
             out = func(*args, **(kwargs or {}))  # an error in here is the model's, one below is ours
         try:
@@ -161,6 +167,8 @@ class Tracer(TorchDispatchMode):
         functional = name.rstrip("_")
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        flow, mixed = self.trace.flow, len(self.trace.mixes)
+        reads = [] if flow is None else [flow.value(t, self.dims(t)) for t in inputs]
         if inputs and all(id(x) in self.parameters for x in inputs):
             self.parameters.update(id(y) for y in outputs)
         self.trace.cost.flops[self.here] += _flops(func, args, kwargs, out)
@@ -183,6 +191,10 @@ class Tracer(TorchDispatchMode):
             numbered = self.because(Skip.POSITION, "meets a constant that numbers its entries")
             for y in outputs:
                 self.make_dims(y, None if name in _UNIFORM else numbered)
+        if flow is not None:
+            op = flow.ran(functional, self.here, reads, [(t, self.dims(t)) for t in outputs])
+            op.mixes = [dim for _, over in self.trace.mixes[mixed:] for dim in over]
+            flow.fixed.update(op.writes if inputs and all(v in flow.fixed for v in reads) else [])
         behind = 0
         for x in inputs:
             behind |= self.weights_behind.get(id(x), 0)
@@ -251,20 +263,28 @@ def meta_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def trace(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], stack: list[str]) -> Trace:
+def trace(
+    shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], stack: list[str], flow: bool = False
+) -> Trace:
     """Follow one training forward of a :func:`meta_copy` on meta inputs.
 
     ``stack`` is ``[""]`` and will hold the names of the modules at work; after an error, of those in which it arose.
+    With ``flow``, what was computed from what is recorded as well.
     """
-    tracer, names = Tracer(shadow, stack), {m: name for name, m in shadow.named_modules()}
+    tracer, names = Tracer(shadow, stack, flow), {m: name for name, m in shadow.named_modules()}
+    recorded = tracer.trace.flow
 
     def enter(module: nn.Module, args: Any) -> None:
         if module in names:
             stack.append(names[module])
+            if recorded is not None:
+                recorded.enter()
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
+    def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if module in names and len(stack) > 1:
             tracer.returned(stack.pop(), module, args, output)
+            if recorded is not None:
+                recorded.leave(names[module], (args, kwargs), output)
 
     with torch.no_grad(), without_views(), _fixed_randomness(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -274,10 +294,12 @@ def trace(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], stac
                 batch = tracer.trace.batch = tracer.trace.batch or (dims[0] if dims else [])
                 if dims and size(dims[0]) == size(batch) and size(batch) not in t.shape[1:]:  # as many samples
                     identify(batch, dims[0])
-        with register_module_forward_pre_hook(enter), register_module_forward_hook(leave), tracer:
+        with register_module_forward_pre_hook(enter), register_module_forward_hook(leave, with_kwargs=True), tracer:
             output = shadow(*args, **kwargs)
     for t in _tensors_in(output):
         block(tracer.dims(t), Skip.OUTPUT("an output of the model"))
+        if recorded is not None:
+            recorded.outputs.add(recorded.value(t, tracer.dims(t)))
     return tracer.trace
 
 
