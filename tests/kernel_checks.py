@@ -363,6 +363,24 @@ def test_fetching_the_slices_of_all_parts_together_changes_nothing_but_the_launc
     assert max(n for kind, n in gathering if kind == "put") >= 6, "added up by one launch"
 
 
+@pytest.mark.parametrize("stored", ["rows", "columns"])
+def test_gradients_of_all_parts_are_put_as_they_come(gathering, monkeypatch, stored):
+    """Without copies, and by the table of the step before: that needs them to lie as what was fetched does."""
+    model, x, usual = by_parts(), torch.randn(8, 6, dtype=torch.float64, device=DEVICE), []
+    if stored == "columns":
+        a, b = model[0].axes["out"], model[3].axes["out"]
+        made = nn.Conv1D(16, 6, out_slice=a), nn.Conv1D(24, 16, in_slice=a, out_slice=b), nn.Conv1D(5, 24, in_slice=b)
+        for i, layer in zip((0, 3, 5), made, strict=True):
+            model[i] = layer.double().to(DEVICE)
+    ask = gather.BatchLayout.usual
+    monkeypatch.setattr(gather.BatchLayout, "usual", lambda *args: usual.append(ask(*args)) or usual[-1])
+    for _ in range(3):
+        draw_(model)
+        model(x).square().sum().backward()
+    assert len(usual) >= 2
+    assert all(usual)
+
+
 def test_a_backward_after_the_next_draw_adds_up_the_parts_of_its_forward(gathering):
     model, x = by_parts(), torch.randn(8, 6, dtype=torch.float64, device=DEVICE)
     for _ in range(2):

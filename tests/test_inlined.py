@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -112,6 +114,22 @@ def test_training_equals_eager_training(name, grads, on_cpu, float64):
         model, twin, x = (t.to(memory_format=torch.channels_last) for t in (model, twin, x))
     with torch._dynamo.config.patch(error_on_recompile=True), sdpa_kernel(SDPBackend.MATH):
         assert_same_training(compiled(model, "inductor"), twin, x)
+
+
+@pytest.mark.slow
+def test_parts_copy_no_activation(tmp_path):
+    """Code for a GPU: parts need no kernel more than one slice. Torch 2.11 copies what is reshaped in one step."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    program = Path(__file__).with_name("cuda_code.py")
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, program], check=True, capture_output=True, env=environment)
+    found = json.loads(done.stdout)
+    for one, by_parts in zip(found["1"], found["8"], strict=True):
+        over_activations = [k for k in by_parts if k["activations"]]
+        assert over_activations, "the sizes are too small to tell activations"
+        assert not [k["name"] for k in over_activations if k["copies"] or k["stores twice"]]
+        assert len(over_activations) <= sum(k["activations"] for k in one)
+        assert len(by_parts) <= len(one)
 
 
 def calls(x: Tensor, **options) -> int:

@@ -37,7 +37,8 @@ class Mixing(Sliced):
         dtype = None if weight.dtype == torch.float64 else _autocast_dtype(like)  # autocast leaves float64 alone
         takes, leaves = self._takes(out, into), self._gradient_leaves
         weight = take(weight, takes["weight"], dtype, leaves.get("weight"), parts)
-        bias = None if bias is None else take(bias, takes["bias"], dtype, leaves.get("bias"), parts)
+        if bias is not None:  # whole, it is the same for all parts: its gradient is then one sum
+            bias = take(bias, takes["bias"], dtype, leaves.get("bias"), 1 if out is None else parts)
         return {"weight": weight, "bias": bias}
 
     def takes(self) -> dict[str, Take]:
@@ -69,9 +70,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear``, also with a weight and a bias for each part of the batch: ``[parts, out(, in)]``."""
     if weight.dim() == 2:
         return F.linear(x, weight, bias)
+    x = x if _autocast_dtype(x) is None else x.to(weight.dtype)  # in its own shape: what made it can then do it as well
     # In two steps: Inductor sees that [batch, time, d] is [batch * time, d], but copies it for [parts, rows, d].
-    flat = x.flatten(0, -2).unflatten(0, (weight.shape[0], -1))
-    y = _PartsProduct.apply(flat if _autocast_dtype(x) is None else flat.to(weight.dtype), weight)
+    y = _PartsProduct.apply(x.flatten(0, -2).unflatten(0, (weight.shape[0], -1)), weight)
     if bias is not None:
         y = y + (bias[:, None] if bias.dim() == 2 else bias)
     return y.flatten(0, 1).view(*x.shape[:-1], y.shape[-1])
