@@ -66,4 +66,4 @@ def test_names_that_are_named_exist() -> None:
 
 
 def test_the_page_stays_short() -> None:
-    assert len(PAGE.splitlines()) <= 260
+    assert len(PAGE.splitlines()) <= 275

@@ -15,22 +15,24 @@ from networks import Attention
 from sliceout import drawing
 from sliceout.conversion import convert, options, profitability
 
-SCHEMES = ("sliceout", "controlled", "patch", "none", "standard", "spatial", "dropblock")
-DROPS = SCHEMES[3:]
+SCHEMES = ("sliceout", "controlled", "patch", "samples", "droppath", "none", "standard", "spatial", "dropblock")
+DROPS = SCHEMES[5:]
+BRANCHES = ("samples", "droppath")
 OPTIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "sampling": ("window", ("controlled", "patch", *DROPS)),
-    "norm": ("none", DROPS),
-    "fold": ("producer", ("patch", *DROPS)),
-    "align": (32, ()),
-    "grads": ("compact", ("controlled", "patch", *DROPS)),
-    "parts": (2, ("controlled", "patch", *DROPS)),
-    "ranks": ("equal", ("controlled", "patch", *DROPS)),
+    "decay": ("linear", ("sliceout", "controlled", "patch", *DROPS)),
+    "sampling": ("window", ("controlled", "patch", *BRANCHES, *DROPS)),
+    "norm": ("none", (*BRANCHES, *DROPS)),
+    "fold": ("producer", ("patch", *BRANCHES, *DROPS)),
+    "align": (32, BRANCHES),
+    "grads": ("compact", ("controlled", "patch", *BRANCHES, *DROPS)),
+    "parts": (2, ("controlled", "patch", *BRANCHES, *DROPS)),
+    "ranks": ("equal", ("controlled", "patch", *BRANCHES, *DROPS)),
     "filter": ("*1*", ()),
-    "attention": ("off", ("patch",)),
-    "stages": (1, ("patch",)),
-    "paper_exclusions": (True, ("patch",)),
-    "payoff": (False, ("patch",)),
-    "seed": (3, DROPS),
+    "attention": ("off", ("patch", *BRANCHES)),
+    "stages": (1, ("patch", *BRANCHES)),
+    "paper_exclusions": (True, ("patch", *BRANCHES)),
+    "payoff": (False, ("patch", *BRANCHES)),
+    "seed": (3, ("droppath", *DROPS)),
 }
 """By option: a value other than the default, and the schemes with which it has no effect."""
 CASES = [(scheme, option) for scheme in SCHEMES for option in OPTIONS]

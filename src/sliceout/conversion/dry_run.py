@@ -69,7 +69,10 @@ class DryRun:
         return copied.train()
 
     def run(self, apply: Callable[[nn.Module], Any] = lambda shadow: None, flow: bool = False) -> Trace | Failure:
-        """Trace a copy after ``apply``, with its ``flow`` if asked for. To copy and to run it is the modules' own code, which may raise anything."""
+        """Trace a copy after ``apply``, with its ``flow`` if asked for.
+
+        To copy and to run it is the modules' own code, which may raise anything.
+        """
         try:
             shadow = self.shadow()
         except Exception as error:

@@ -7,6 +7,7 @@ what is added. Everything in between sees a smaller batch, so nothing there may 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import operator
@@ -44,7 +45,6 @@ class Branch:
     """The ops that do it."""
     values: set[int] = field(default_factory=set)
     """What was computed from the stream on the way to what is added."""
-    first_add: int = 0
     calls: list[Call] = field(default_factory=list)
     """The calls of modules that lie in the branch, and in no other such call."""
     takes: list[Place] = field(default_factory=list)
@@ -115,7 +115,7 @@ def _is_sum(flow: Flow, op: Op) -> bool:
 
 
 def _sums(flow: Flow) -> list[tuple[list[int], list[int]]]:
-    """The terms of every sum of activations, and its adds: ``a + b + c`` is one sum if ``a + b`` is used for it alone."""
+    """The terms of every sum of activations, and its adds. ``a + b + c`` is one sum if ``a + b`` has no other use."""
     sums = {i for i, op in enumerate(flow.ops) if _is_sum(flow, op)}
 
     def part_of_another(add: int) -> bool:
@@ -152,14 +152,14 @@ def _branch(flow: Flow, terms: list[int], adds: list[int]) -> Branch | None:
         return left
     added = [t for t in terms if t != stream]
     behind = functools.reduce(operator.or_, (flow.before[v] for v in added), 0)
-    start, first_add = flow.producer.get(stream, -1), min(adds)
+    start = flow.producer.get(stream, -1)
     ops = flow.ops[start + 1 : max(adds)]
     values = {v for op in ops for v in op.writes if behind >> v & 1 and flow.descends(v, stream)}
     made = sorted(flow.producer[v] for v in values)
-    window = [c for c in flow.calls if start < c.start and c.end <= first_add]
+    window = [c for c in flow.calls if start < c.start and c.end <= max(adds) and not any(map(c.holds, adds))]
     calls = [c for c in window if any(map(c.holds, made)) or (c.start == c.end and _has(c.outputs, values))]
     outer = [c for c in calls if not any(o.encloses(c) for o in window)]
-    return Branch("", block, stream, added, set(adds), values, first_add, outer) if added and outer else None
+    return Branch("", block, stream, added, set(adds), values, outer) if added and outer else None
 
 
 def _has(places: list[tuple[KeyPath, int]], values: Iterable[int]) -> bool:
@@ -187,7 +187,7 @@ def _check_samples(branch: Branch, flow: Flow, batch: Dim) -> None:
     for v in (branch.stream, *branch.added):
         first = expand(flow.dims[v][0]) if flow.dims[v] else []
         if first != batch:
-            raise _Left(Skip.NOT_SAMPLES("dimension 0 of what it adds is not the samples alone"))
+            raise _Left(Skip.NOT_SAMPLES("dimension 0 of what it adds is not the samples, or not they alone"))
     samples = set(batch)
     made = {flow.producer[v] for v in branch.values}
     for i in sorted(made):
@@ -196,9 +196,12 @@ def _check_samples(branch: Branch, flow: Flow, batch: Dim) -> None:
             raise _Left(Skip.MIXES_SAMPLES(f"{op.name} in {op.module or 'the model'} mixes samples"))
     within = {i for c in branch.calls for i in range(c.start, c.end)}
     for v in {*branch.values, *(v for i in within for v in flow.ops[i].writes if _carries(flow.dims[v], batch))}:
-        reads = {i for i in set(flow.readers[v]) - made - within - branch.adds if flow.live.intersection(flow.ops[i].writes)}
+        reads = set(flow.readers[v]) - made - within - branch.adds
+        reads = {i for i in reads if flow.live.intersection(flow.ops[i].writes)}
         if v in flow.outputs or reads:
-            what = "is an output of the model" if v in flow.outputs else f"is used again in {flow.ops[min(reads)].module}"
+            what = (
+                "is an output of the model" if v in flow.outputs else f"is used again in {flow.ops[min(reads)].module}"
+            )
             raise _Left(Skip.ESCAPES(f"what {_where(flow, v)} computes {what}"))
 
 
@@ -214,8 +217,8 @@ def _puts(branch: Branch, value: int, flow: Flow, avoid: set[str]) -> list[Place
             return [(call.module, path)]
     op = flow.ops[flow.producer[value]] if value in branch.values else None
     before = [] if op is None else [v for v in op.reads if v in branch.values and v not in flow.shaped]
-    linear = op is not None and (op.name in _KEEPS_ZEROS and len(before) == 1 or op.name == "add" and len(before) == 2)
-    if op is None or not linear or (op.name == "div" and op.reads[0] not in before):
+    linear = op is not None and len(before) == (2 if op.name == "add" else op.name in _KEEPS_ZEROS)
+    if op is None or not linear or not before or (op.name == "div" and op.reads[0] not in before):
         name = op.module if op is not None else branch.block
         raise _Left(Skip.NO_MODULE(f"no module of its own hands over what is added, but code in {name or 'the model'}"))
     for v in before:
@@ -263,12 +266,9 @@ def _paths(branch: Branch, call: Call | None, value: int, flow: Flow, batch: Dim
 def _agree(found: list[Branch], flow: Flow) -> None:
     """A module does one thing whenever it is called: branches that want different things of it are left alone."""
     for branch in [b for b in found if b.reason is None]:
-        if not (elsewhere := _called_elsewhere(branch, found, flow)):
-            continue
-        try:  # such as one DropPath for two branches: the module in front of it hands over
-            branch.puts = [place for v in branch.added for place in _puts(branch, v, flow, elsewhere)]
-        except _Left as left:
-            branch.reason = left.reason
+        if elsewhere := _called_elsewhere(branch, found, flow):
+            with contextlib.suppress(_Left):  # such as one DropPath for two branches: the module in front of it does it
+                branch.puts = [place for v in branch.added for place in _puts(branch, v, flow, elsewhere)]
     for branch in [b for b in found if b.reason is None]:
         if elsewhere := _called_elsewhere(branch, found, flow):
             branch.reason = Skip.SHARED_MODULE(f"{min(elsewhere)} is called elsewhere as well, with all samples")

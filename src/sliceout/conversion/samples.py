@@ -98,12 +98,14 @@ def _rest(model: nn.Module) -> None:
 
 
 def _with_mask(model: nn.Module, call: Call) -> Call:
-    """With a mask, where a model of transformers takes one: what it goes into has to be known."""
+    """With masks, where a model of transformers takes some: what they go into has to be known."""
     args, kwargs = call
-    ids, takes_mask = kwargs.get("input_ids"), "attention_mask" in inspect.signature(model.forward).parameters
-    if ids is None or not takes_mask or kwargs.get("attention_mask") is not None:
-        return call
-    return args, {**kwargs, "attention_mask": torch.ones_like(ids)}
+    masks: dict[str, Tensor] = {}
+    for name in inspect.signature(model.forward).parameters:
+        ids = kwargs.get(name.replace("attention_mask", "input_ids")) if name.endswith("attention_mask") else None
+        if isinstance(ids, Tensor) and kwargs.get(name) is None:
+            masks[name] = torch.ones_like(ids)
+    return args, {**kwargs, **masks}
 
 
 def _with_samples(call: Call) -> Call:
@@ -171,9 +173,10 @@ def _objection(
         why = "no DropPath of a rate above 0 lies in it" if rate is None else "no rate was given for it"
         return Skip.NO_RATE(f"{why}: pass rate=" if rate is None else why)
     try:
-        return None if Samples(share).width < Samples(share).size else Skip.RATE(f"at rate {share:g} all samples are kept")
+        kept = Samples(share).computed
     except ValueError as error:
         return Skip.RATE(str(error))
+    return Skip.RATE(f"at rate {share:g} all samples are kept") if kept == 1 else None
 
 
 def _nothing(kind: str, groups: dict[Group, list[Branch]]) -> str:
@@ -191,6 +194,8 @@ def _apply(model: nn.Module, plan: dict[Group, list[Branch]], make: Any) -> dict
     made = {group: make(group) for group in plan}
     for group, branches in plan.items():
         for name, role in _roles(branches[0], made[group]).items():
+            if isinstance(modules[name], InBranch):  # one DropPath for several branches: it rests already
+                continue
             how = {f"_{field}": value for field, value in vars(role).items()}
             adopt(modules[name], sliced_subclass(type(modules[name]), InBranch, **how), {"samples": made[group].axis()})
     return made

@@ -42,8 +42,8 @@ class Samples(Slice):
         [77, 6, 1, 1]
     """
 
-    batch = 0
-    """Samples of the batch that is being taken from now."""
+    batch = now = 0
+    """Samples of the batch of this forward pass, and how many of them go through the branch."""
     saves = True
     """Whether what passes by is not computed."""
 
@@ -55,6 +55,12 @@ class Samples(Slice):
         if not self.sliced:
             return samples
         return max(1, (2 * samples * self.width + self.size) // (2 * self.size))
+
+    def note(self, samples: int, training: bool) -> None:
+        """A batch of so many samples comes. Nothing is written that is known."""
+        now = self.kept_of(samples) if training else samples
+        if (self.batch, self.now) != (samples, now):
+            self.batch, self.now = samples, now
 
     def at(self, start: Any, samples: int) -> Any:
         """The first of them."""
@@ -92,8 +98,6 @@ class DroppedPath(Samples):
 def take_samples(x: Tensor, s: Samples) -> Tensor:
     """The kept samples of ``x``."""
     kept = s.kept_of(x.shape[0])
-    if kept == x.shape[0]:
-        return x
     if host_knows_start(x):
         first, second = _runs(s.at(s.start_on_host, x.shape[0]), kept, x.shape[0])
         head = x.narrow(0, *first)
@@ -103,8 +107,6 @@ def take_samples(x: Tensor, s: Samples) -> Tensor:
 
 def put_samples(small: Tensor, s: Samples, samples: int) -> Tensor:
     """``small`` among zeros for those of so many ``samples`` that are not in it, divided by the fraction it is."""
-    if small.shape[0] == samples:
-        return small
     at = s.at(s.start_on_host if host_knows_start(small) else s.start[0], samples)
     return _Move.apply(small, at, samples, samples / small.shape[0], True)  # type: ignore[no-any-return]
 
@@ -124,14 +126,16 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, at: int | Tensor, samples: int, gain: float, back: bool) -> Tensor:
         ctx.samples, ctx.gain, ctx.back = x.shape[0], gain, back
-        ctx.at = at if isinstance(at, int) else None
-        ctx.save_for_backward(*([] if isinstance(at, int) else [at]))
+        ctx.at = None if isinstance(at, Tensor) else at
+        ctx.save_for_backward(*([at] if isinstance(at, Tensor) else []))
+        if isinstance(at, Tensor) and torch.compiler.is_compiling():
+            return _gathered(x, at, samples, gain, back)
         shape = (samples, *x.shape[1:])
-        if not isinstance(at, int) and torch.compiler.is_compiling():
-            moved = _gathered(x, at, samples, gain, back)
+        moved = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
+        if isinstance(at, Tensor):
+            _copy_rows(x, at, moved, gain, back)
         else:
-            moved = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
-            (_copy_runs if isinstance(at, int) else _copy_rows)(x, at, moved, gain, back)  # type: ignore[operator]
+            _copy_runs(x, at, moved, gain, back)
         return moved
 
     @staticmethod
@@ -145,7 +149,7 @@ def _copy_runs(x: Tensor, at: int, moved: Tensor, gain: float, back: bool) -> No
     kept, samples = sorted((x.shape[0], moved.shape[0]))
     small = 0
     for start, length in _runs(at, kept, samples):
-        here, there = ((small, start) if back else (start, small))
+        here, there = (small, start) if back else (start, small)
         torch.mul(x.narrow(0, here, length), gain, out=moved.narrow(0, there, length))
         small += length
     if back:
@@ -198,29 +202,28 @@ class InBranch(Sliced):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         s: Any = self.axes["samples"].slice
-        if not self.training or not s.sliced:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        live = self.training and s.sliced
         if self._takes:
-            args, kwargs = self._with_fewer(s, args, kwargs)
-        if self._extras:
+            args, kwargs = self._enter(s, args, kwargs)
+        if self._extras and s.now != s.batch:
             args, kwargs = _at_paths((args, kwargs), self._extras, lambda t: t if len(t) == 1 else take_samples(t, s))
-        y = args[0] if self._rests else super().forward(*args, **kwargs)  # type: ignore[misc]
-        if self._puts is None:
+        y = args[0] if self._rests and live else super().forward(*args, **kwargs)  # type: ignore[misc]
+        if self._puts is None or not (live if not s.saves else s.now != s.batch):  # some layers may be in eval mode
             return y
         if self._puts == ((0,),) and type(y) is tuple:  # of most attention
             return (_put(y[0], s), *y[1:])
         return _at_paths(y, self._puts, lambda t: _put(t, s))
 
-    def _with_fewer(self, s: Samples, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        if not torch.compiler.is_compiling() and not s.owner.drawn:
+    def _enter(self, s: Samples, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """The arguments with the samples of this step."""
+        if self.training and not torch.compiler.is_compiling() and not s.owner.drawn:
             for p in self.parameters():  # type: ignore[attr-defined]
                 stepping.check_drawn(s.owner, p)
                 break
 
         def fewer(t: Tensor) -> Tensor:
-            if s.batch != t.shape[0]:
-                s.batch = t.shape[0]
-            return take_samples(t, s)
+            s.note(t.shape[0], self.training)
+            return take_samples(t, s) if s.now != s.batch else t
 
         if self._takes == ((0, 0),):  # of nearly all modules: the first argument
             return (fewer(args[0]), *args[1:]), kwargs
@@ -239,9 +242,8 @@ class NotesBatch:
 
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         sizes = [t.shape[0] for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()]
-        if model.training and sizes:
-            for s in self.slices:
-                s.batch = sizes[0]
+        for s in self.slices if sizes else ():  # what was there is not looked at: the compiler would guard it
+            s.batch, s.now = sizes[0], s.kept_of(sizes[0]) if model.training else sizes[0]
 
 
 def forget_batch_(model: nn.Module) -> None:
