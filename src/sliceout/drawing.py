@@ -7,6 +7,8 @@ after every optimizer step.
 
 from __future__ import annotations
 
+import datetime
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -75,6 +77,32 @@ def rank_and_ranks() -> tuple[int, int]:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return 0, 1
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+_asked = itertools.count()
+PATIENCE = datetime.timedelta(minutes=10)
+
+
+def seed_of_torch() -> int:
+    """The seed of torch's default generator, which stays as it is; that of rank 0 where several processes train.
+
+    Ranks often seed torch differently, and must slice alike. They agree by the store of the process group, so that this
+    needs no device.
+    """
+    rank, ranks = rank_and_ranks()
+    if ranks == 1:
+        return torch.initial_seed()
+    store, key = torch.distributed.distributed_c10d._get_default_store(), f"sliceout/seed/{next(_asked)}"
+    if rank == 0:
+        store.set(key, str(torch.initial_seed()))
+    try:
+        store.wait([key], PATIENCE)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"seed=None follows torch's seed on rank 0, which has not called convert_ within {PATIENCE}: call it on "
+            "every rank, or give seed= a number"
+        ) from error
+    return int(store.get(key))
 
 
 AHEAD = 64

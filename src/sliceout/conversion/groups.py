@@ -54,6 +54,8 @@ class Group:
     """The other part of a fused projection: both are sliced or neither."""
     units: Dim = field(default_factory=list)
     """What the trace calls them."""
+    drops: list[str] = field(default_factory=list)
+    """Modules whose own code drops from these units (``F.dropout``), or from the attention over them: that goes on."""
     one_part: Reason | None = None
     """Why the whole batch shares one slice though parts were asked for."""
 

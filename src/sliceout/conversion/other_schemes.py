@@ -21,7 +21,7 @@ from ..schemes.patch import Form, Side, patch_
 from ..slices import Slice
 from .dry_run import DryRun, Failure
 from .groups import CONVS, Group, Member
-from .options import Filter, Rate, matches, rate_of
+from .options import Filter, Rate, check_patterns, matches, rate_of
 from .reasons import FILTERED, FROZEN, Skip
 from .report import Report, Row
 from .trace import Trace, meta_copy, size
@@ -90,6 +90,8 @@ def patch_blocks_(run: DryRun, rate: Rate, filter: Filter, settings: dict[str, A
             "(bn1 or norm1...) and a shortcut, such as those of Wide ResNet and ResNet"
         )
 
+    check_patterns(rate, (n for block in found for n in (block, *_layers_of(found[block], block))))
+
     def window(sizes: Any, share: Any) -> tuple[Side, Side]:
         return SCHEMES["patch"].make(*sizes, rate=float(share), **settings)  # type: ignore[no-any-return]
 
@@ -100,8 +102,7 @@ def patch_blocks_(run: DryRun, rate: Rate, filter: Filter, settings: dict[str, A
         code = _same_code(block)
         if code not in forms:
             forms[code] = recognise(block)
-        prefix = f"{name}." if name else ""
-        conv1, layers = prefix + "conv1", [prefix + n for n, _ in block.named_modules() if n]
+        conv1, layers = f"{name}.conv1".removeprefix("."), _layers_of(block, name)
         dropouts = (m.p for m in block.modules() if isinstance(m, nn.modules.dropout._DropoutNd))
         how = forms[code], _map_sizes(run.trace, name, conv1), rate_of(rate, name, (name, *layers), dropouts)
         group = Group(name, how[1][1][0] if how[1] else 0, [Member(conv1, "in", 1, 1)], kind="patch")
@@ -131,6 +132,10 @@ def patch_blocks_(run: DryRun, rate: Rate, filter: Filter, settings: dict[str, A
     rows = [Row(g, made[g][0] if g in made else None) for g in groups]
     sides = Slices([s for pair in made.values() for s in pair])
     return Report(kind, rows, run.trace.cost, tried.cost, sides, scheme="patch")
+
+
+def _layers_of(block: nn.Module, name: str) -> list[str]:
+    return [f"{name}.{n}".removeprefix(".") for n, _ in block.named_modules() if n]
 
 
 def _map_sizes(trace: Trace, block: str, conv1: str) -> tuple[Any, Any] | None:

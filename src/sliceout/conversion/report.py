@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +53,16 @@ class Row:
     def one_part(self) -> Reason | None:
         """Why the whole batch shares its slice though ``parts`` were asked for."""
         return self.group.one_part if self.slice is not None else None
+
+    @property
+    def dropout(self) -> str:
+        """Which dropout goes on inside the group while it is sliced, and the way out; empty if there is none."""
+        where = ", ".join(name or "the model" for name in self.group.drops)
+        if self.slice is None or not where:
+            return ""
+        if self.group.kind == "attention":
+            return f"attention's dropout in {where}: set its p to 0, or let both act"
+        return f"F.dropout in {where}: set its p to 0, or make it an nn.Dropout, which rests"
 
 
 @dataclass
@@ -114,6 +125,7 @@ class Report:
                     "reason": r.reason and str(r.reason),
                     "code": r.reason and r.reason.code.value,
                     "one_part": r.one_part and str(r.one_part),
+                    "dropout": r.dropout,
                 }
                 for r in self.rows
             ],
@@ -134,6 +146,7 @@ class Report:
         lines.append(f"whole model: FLOPs {_percent(flops)}, activations {_percent(activations)} per training step")
         skipped = [r for r in self.skipped if r.reason is None or r.reason.code is not Skip.CONFLICT]
         lines += _by_reason("one slice for the whole batch:", [(r, r.one_part) for r in sliced if r.one_part])
+        lines += _by_reason("dropout that goes on:", [(r, r.dropout) for r in sliced if r.dropout])
         lines += _by_reason("left alone:", [(r, r.reason) for r in skipped])
         return "\n".join(line if len(line) <= _SCREEN else line[: _SCREEN - 3] + "..." for line in lines)
 
@@ -148,7 +161,7 @@ def _shortened(lines: list[str], most: int, what: str) -> list[str]:
     return [*lines[: most - 1], f"  ... and {len(lines) - most + 1} more {what}: see .rows"]
 
 
-def _by_reason(title: str, rows: list[tuple[Row, Reason | None]]) -> list[str]:
+def _by_reason(title: str, rows: Sequence[tuple[Row, Reason | str | None]]) -> list[str]:
     """The rows that have the same reason in one line, under a title."""
     found: dict[str, list[Row]] = {}
     for row, reason in rows:

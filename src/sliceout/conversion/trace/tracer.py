@@ -55,6 +55,8 @@ class Trace:
     """Dimension 0 of the inputs: the samples, unless attention runs along it."""
     mixes: list[tuple[list[Dim], list[Dim]]] = field(default_factory=list)
     """The dimensions of an activation, and those of them along which its entries were mixed or chosen by position."""
+    drops: list[tuple[str, list[Dim]]] = field(default_factory=list)
+    """Where dropout was computed, be it by a layer or by ``F.dropout``, and the dimensions of what it dropped from."""
     attends: list[Dim] = field(default_factory=list)
     """Dimensions along which attention runs."""
 
@@ -183,6 +185,8 @@ class Tracer(TorchDispatchMode):
             numbered = self.because(Skip.POSITION, "meets a constant that numbers its entries")
             for y in outputs:
                 self.make_dims(y, None if name in _UNIFORM else numbered)
+        if functional in ("bernoulli", "native_dropout") or _bind(func, args, kwargs).get("dropout_p"):
+            self.trace.drops.append((self.here, self.dims(outputs[0])))
         behind = 0
         for x in inputs:
             behind |= self.weights_behind.get(id(x), 0)
