@@ -29,7 +29,7 @@ OPTIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "attention": ("off", ("patch",)),
     "stages": (1, ("patch",)),
     "paper_exclusions": (True, ("patch",)),
-    "payoff": (False, ("patch",)),
+    "payoff": (True, ("patch",)),
     "seed": (3, DROPS),
 }
 """By option: a value other than the default, and the schemes with which it has no effect."""

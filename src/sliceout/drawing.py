@@ -7,7 +7,6 @@ after every optimizer step.
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator
@@ -80,7 +79,6 @@ def rank_and_ranks() -> tuple[int, int]:
 
 
 _asked = itertools.count()
-PATIENCE = datetime.timedelta(minutes=10)
 
 
 def seed_of_torch() -> int:
@@ -95,14 +93,7 @@ def seed_of_torch() -> int:
     store, key = torch.distributed.distributed_c10d._get_default_store(), f"sliceout/seed/{next(_asked)}"
     if rank == 0:
         store.set(key, str(torch.initial_seed()))
-    try:
-        store.wait([key], PATIENCE)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"seed=None follows torch's seed on rank 0, which has not called convert_ within {PATIENCE}: call it on "
-            "every rank, or give seed= a number"
-        ) from error
-    return int(store.get(key))
+    return int(store.get(key))  # waits for rank 0, as long as the group's timeout
 
 
 AHEAD = 64
@@ -160,14 +151,14 @@ class _Ahead:
 class Slices:
     """The slices of one model: drawn together, with one step count, so that a run can be repeated and resumed."""
 
-    def __init__(self, slices: Iterable[Slice], step: int = 0) -> None:
+    def __init__(self, slices: Iterable[Slice], step: int = 0, follows_torch: bool = False) -> None:
         self.members = list(slices)
         self.drawn = 0  # how often draw_ was called on this object
         self.stamp = 0  # changes whenever starts may have
         self._begin()
         self._tell_apart()
         for s in self.members:
-            s.owner = self
+            s.owner, s.follows_torch = self, s.follows_torch or follows_torch
         self.seek_(step)
 
     def _begin(self) -> None:

@@ -18,7 +18,7 @@ from ..slices import Axis, Slice, width_of
 from ..takes import ConcatAxis
 from . import dropouts
 from .dry_run import DryRun, all_plain_
-from .groups import Group, find_groups, skip_conflicts
+from .groups import Group, find_groups, skip_conflicts, whole_layers
 from .options import Filter, Rate, check_model, check_options, check_patterns, checked_rate, matches, rate_of
 from .other_schemes import drop_, patch_blocks_, readers_by_group
 from .parts import require_one_part
@@ -50,7 +50,7 @@ def convert_(
     stages: int | None = None,
     paper_exclusions: bool = False,
     example_inputs: Any = None,
-    payoff: bool = True,
+    payoff: bool = False,
     seed: int | None = None,
 ) -> Report:
     """Slice every layer of ``model`` that can be sliced, in place, and report what was done.
@@ -85,9 +85,9 @@ def convert_(
         paper_exclusions: leave out the first residual block and the last one of each stage, as the paper does.
         example_inputs: what the model is called with: a tensor, a tuple, or a dict of keyword arguments. Guessed if
             left out. The dry run computes nothing and leaves statistics and caches alone.
-        payoff: leave groups alone whose slices were measured not to save time on the kind of GPU that the model is on
-            (see :mod:`sliceout.conversion.profitability`): what was never measured is sliced. A model on the CPU loses
-            no group: most are converted there and trained elsewhere. Baselines leave out the same groups.
+        payoff: if true, leave groups alone whose slices were measured not to save time on the kind of GPU that the
+            model is on (:mod:`sliceout.conversion.profitability`), and align as was fastest there: which network is
+            trained then depends on the device. A model on the CPU loses no group. Baselines leave out the same groups.
         seed: of the draws. ``None`` follows ``torch.manual_seed``, so that two seeds of a study do not share their
             slices; the ranks of distributed training take that of rank 0, so all of them have to convert. Checkpoints
             keep it.
@@ -110,16 +110,17 @@ def convert_(
     follows_torch, seed = seed is None, seed_of_torch() if seed is None else seed
     if place == "blocks":
         settings = {"norm": norm, "align": align or 1, "seed": seed}
-        return _following(patch_blocks_(run, rate, filter, settings), follows_torch)
+        return patch_blocks_(run, rate, filter, settings, follows_torch)
     groups = find_groups(run.shadow(), run.trace)
     convolutions.inverted_bottlenecks(model, groups, stages)
     convolutions.residual_blocks(groups, paper_exclusions)
     heads.arrange(model, groups, run.trace, attention)
     modules = dict(model.named_modules())
+    groups += whole_layers(modules, run.trace)
     check_patterns(rate, (m.module for g in groups for m in g.members))
     dropouts.note(modules, groups, run.trace)
 
-    device, dtype = device_and_dtype(model)
+    device, dtype = device_and_dtype(model) if payoff else (torch.device("cpu"), None)
     aligns = {g: default_align(g.size, device, dtype) if align is None else align for g in groups}
     rates: dict[Group, float] = {}
     for group in groups:
@@ -162,17 +163,11 @@ def convert_(
     dropouts.warn(rows)
     if place == "layers":
         watch_unseen_(model, run.trace.calls)
-    report = Report(type(model).__name__, rows, run.trace.cost, tried.cost, Slices(made.values()), scheme)
-    return _following(report, follows_torch)
+    slices = Slices(made.values(), follows_torch=follows_torch)
+    return Report(type(model).__name__, rows, run.trace.cost, tried.cost, slices, scheme, run.inputs)
 
 
 _DEFAULTS = {name: p.default for name, p in inspect.signature(convert_).parameters.items()}
-
-
-def _following(report: Report, follows_torch: bool) -> Report:
-    for s in report.slices:
-        s.follows_torch = follows_torch
-    return report
 
 
 def revert_(model: nn.Module) -> nn.Module:

@@ -177,6 +177,21 @@ def _split_fused(modules: dict[str, nn.Module], group: Group, atom: Atom, trace:
     return queries, values
 
 
+def whole_layers(modules: dict[str, nn.Module], trace: Trace) -> list[Group]:
+    """Layers that no group can hold, each with its share of the FLOPs: recurrent ones, and experts in one parameter."""
+    found, flops = [], trace.cost.flops
+    for name, module in modules.items():
+        kind = "recurrent"
+        if not isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+            fused = (p.dim() == 3 and p.shape[0] > 1 for p in module.parameters(recurse=False))
+            kind = "fused experts" if flops[name] and not isinstance(module, CONVS) and any(fused) else ""
+        if kind and name in trace.calls:
+            share = f"{100 * flops[name] / max(flops.total(), 1):.1f} % of the FLOPs"
+            why = f"{type(module).__name__} ({kind}) has no sliced form: {share}"
+            found.append(Group(name, 0, [], reason=Skip.NO_SLICED_FORM(why)))
+    return found
+
+
 def skip_partners(groups: list[Group]) -> None:
     """Skip the partners of skipped groups."""
     for group in groups:

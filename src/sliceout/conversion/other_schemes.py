@@ -80,7 +80,9 @@ def _positions(trace: Trace, name: str) -> int:
 # -- windows through residual blocks -----------------------------------------------------------------------------------
 
 
-def patch_blocks_(run: DryRun, rate: Rate, filter: Filter, settings: dict[str, Any]) -> Report:
+def patch_blocks_(
+    run: DryRun, rate: Rate, filter: Filter, settings: dict[str, Any], follows_torch: bool = False
+) -> Report:
     """Patch every residual block of the model of ``run``; see :func:`sliceout.convert_`."""
     kind = type(run.model).__name__
     found = {name: block for name, block in run.model.named_modules() if next(_forms(block), None) is not None}
@@ -130,8 +132,8 @@ def patch_blocks_(run: DryRun, rate: Rate, filter: Filter, settings: dict[str, A
         raise ValueError(f"no residual block of {kind} can be patched: {reasons}")
     made = run.finish(apply)
     rows = [Row(g, made[g][0] if g in made else None) for g in groups]
-    sides = Slices([s for pair in made.values() for s in pair])
-    return Report(kind, rows, run.trace.cost, tried.cost, sides, scheme="patch")
+    sides = Slices([s for pair in made.values() for s in pair], follows_torch=follows_torch)
+    return Report(kind, rows, run.trace.cost, tried.cost, sides, "patch", run.inputs)
 
 
 def _layers_of(block: nn.Module, name: str) -> list[str]:

@@ -174,13 +174,10 @@ class Sliced:
     def __prepare_scriptable__(self) -> Any:
         raise refusals.refused_by(self, "torch.jit.script")
 
-    @property
-    def qconfig(self) -> Any:
-        raise AttributeError("qconfig")  # as of any module that is not to be quantised
-
-    @qconfig.setter
-    def qconfig(self, value: Any) -> None:
+    def _refuse_quantisation(self, value: Any) -> None:
         raise refusals.refused_by(self, "torch.ao.quantization")
+
+    qconfig = property(None, _refuse_quantisation)  # which quantisation sets before all else
 
     def _found(self, name: str) -> Any:
         """``getattr`` for a parameter or buffer, which a module finds slowly: last, and by Python."""

@@ -60,23 +60,17 @@ def wrong_width(layer: Any, width: int, size: int, kept: int) -> RuntimeError:
 
 def called(layer: Any) -> str:
     """A sliced layer by its name in the model that was converted, and its kind."""
-    kind = layer._plain.__name__
-    return f"{layer._path} ({kind})" if layer._path else f"a layer of kind {kind}"
+    return f"{layer._path or 'a layer'} ({layer._plain.__name__})"
 
 
-class Unseen:
+def _refuse_sliced(path: str, size: int, dim: int, layer: nn.Module, args: Any) -> None:
     """A hook in front of a layer that the dry run never called: it may be given sliced units, and has no slice."""
-
-    def __init__(self, path: str, size: int, dim: int) -> None:
-        self.path, self.size, self.dim = path, size, dim
-
-    def __call__(self, layer: nn.Module, args: Any) -> None:
-        x = args[0] if args else None
-        if isinstance(x, Tensor) and x.dim() >= -self.dim and x.shape[self.dim] != self.size:
-            raise RuntimeError(
-                f"{self.path} ({layer}) was given {x.shape[self.dim]} units and takes {self.size}. The dry run of "
-                f"convert_ never called it, so it has no slice: {WAY_OUT}, with example_inputs= that reach it"
-            )
+    x = args[0] if args else None
+    if isinstance(x, Tensor) and x.dim() >= -dim and x.shape[dim] != size:
+        raise RuntimeError(
+            f"{path} ({layer}) was given {x.shape[dim]} units and takes {size}. The dry run of convert_ never called "
+            f"it, so it has no slice: {WAY_OUT}, with example_inputs= that reach it"
+        )
 
 
 def watch_unseen_(model: nn.Module, seen: Any) -> None:
@@ -86,13 +80,15 @@ def watch_unseen_(model: nn.Module, seen: Any) -> None:
         if name in seen:
             continue
         if type(layer) is nn.Linear:
-            layer.register_forward_pre_hook(Unseen(name, layer.in_features, -1))
+            layer.register_forward_pre_hook(functools.partial(_refuse_sliced, name, layer.in_features, -1))
         elif type(layer) in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
-            layer.register_forward_pre_hook(Unseen(name, layer.in_channels, -1 - len(layer.kernel_size)))
+            dim = -1 - len(layer.kernel_size)
+            layer.register_forward_pre_hook(functools.partial(_refuse_sliced, name, layer.in_channels, dim))
 
 
 def unwatch_(model: nn.Module) -> None:
     """Undo :func:`watch_unseen_`."""
     for layer in model.modules():
-        for key in [key for key, hook in layer._forward_pre_hooks.items() if isinstance(hook, Unseen)]:
-            del layer._forward_pre_hooks[key]
+        for key, hook in list(layer._forward_pre_hooks.items()):
+            if getattr(hook, "func", None) is _refuse_sliced:
+                del layer._forward_pre_hooks[key]

@@ -77,6 +77,7 @@ class Tracer(TorchDispatchMode):
         self.parameters: set[int] = set()  # ids of parameters and of what was computed from them alone
         self.weights_behind: dict[int, int] = {}  # the weights (as bits) that a tensor was computed with
         self._dims: dict[int, list[Dim]] = {}
+        self.written: dict[int, Tensor] = {}  # by memory, for the count of activations
         self._alive: list[Tensor] = []  # ids stay unique only while the tensors live
         for path, module in model.named_modules(remove_duplicate=False):
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -140,8 +141,14 @@ class Tracer(TorchDispatchMode):
         """A module has finished a call."""
         read, written = (self.dims(t) if isinstance(t, Tensor) else [] for t in (inputs[0] if inputs else None, output))
         self.trace.calls.setdefault(name, []).append((read, written))
-        if not any(True for _ in module.children()):
-            self.trace.cost.activations[name] += sum(t.numel() for t in _tensors_in(output))
+        if any(True for _ in module.children()):
+            return
+        for t in _tensors_in(
+            output
+        ):  # memory counts once: what came in, was changed in place or viewed is there already
+            memory = t.untyped_storage()._cdata
+            self.trace.cost.activations[name] += 0 if memory in self.written else t.numel()
+            self.written[memory] = t  # alive, so that no other memory gets this number
 
     # -- dispatch ------------------------------------------------------------------------------------------------------
 
@@ -202,6 +209,8 @@ _UNIFORM = ("empty", "zeros", "ones", "full", "rand", "randn", "randint", "scala
 def _flops(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> int:
     from torch.utils.flop_counter import flop_registry, sdpa_flop_count  # imports triton
 
+    if func._schema.name == "aten::_grouped_mm":  # experts, each with rows of its own: not in torch's list
+        return 2 * int(out.numel()) * int(args[0].shape[-1])
     formula = flop_registry.get(func._overloadpacket)
     if formula is not None:
         return int(formula(*args, **kwargs, out_val=out))
@@ -275,6 +284,7 @@ def trace(shadow: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], stac
         for t in tree_leaves((args, kwargs)):
             if isinstance(t, Tensor):
                 dims = tracer.make_dims(t, Skip.INPUT("an input of the model"))
+                tracer.written[t.untyped_storage()._cdata] = t
                 batch = tracer.trace.batch = tracer.trace.batch or (dims[0] if dims else [])
                 if dims and size(dims[0]) == size(batch) and size(batch) not in t.shape[1:]:  # as many samples
                     identify(batch, dims[0])
