@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import sliceout
 from networks import build, data, loss_of, slices_in, starts, step_of, train_step
 from ranks import WORLD
+from sliceout import drawing
 from sliceout import nn as snn
 
 STEPS = 4
@@ -220,3 +221,31 @@ def draws_only(rank: int, name: str, steps: int) -> list[list[int]]:
         seen.append(starts(model))
         train_step(model, data(name, seed=rank), optimizer)
     return [*seen, [s.stream for s in slices_in(model)]]
+
+
+# -- seeds -------------------------------------------------------------------------------------------------------------
+
+
+def converted(rank: int, **settings: Any) -> tuple[nn.Module, list[int]]:
+    """A model converted where every rank has seeded torch otherwise, and the seeds of its slices."""
+    torch.manual_seed(20 + rank)
+    net = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 3))
+    sliceout.convert_(net, 0.5, **settings)
+    return net, [s.seed for s in sliceout.slices(net)]
+
+
+def convert_seeds(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
+    net, seeds = converted(rank, **settings)
+    sliceout.draw_(net)
+    return {"seeds": seeds, "starts": [list(s.starts_on_host) for s in sliceout.slices(net)]}
+
+
+def wrapped_seeds(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """As if converted before the process group was there, and then wrapped."""
+    real, drawing.rank_and_ranks = drawing.rank_and_ranks, lambda: (0, 1)
+    try:
+        net, before = converted(rank, **settings)
+    finally:
+        drawing.rank_and_ranks = real
+    DistributedDataParallel(net)
+    return {"before": before, "seeds": [s.seed for s in sliceout.slices(net)], "starts": starts(net)}

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from sliceout.cli import app as cli
 from sliceout.cli import run
 from sliceout.cli.cases import Case
+from sliceout.cli.table import compared, table
 from sliceout.cli.work import Work, step_of
 
 NET = "def net(): return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))"
@@ -36,7 +39,7 @@ def test_a_model_of_ones_own_is_measured_printed_and_written(own_model: str, tmp
     assert all(r["error"] is None and r["ms"] > 0 and r["batch"] == 32 for r in rows.values())
     assert rows["floor"]["parameters"] < rows["none"]["parameters"] == rows["sliceout"]["parameters"]
     for scheme in ("none", "standard p=0.5", "floor p=0.5", "sliceout p=0.5"):
-        assert f"│ {scheme} " in printed
+        assert f"\n {scheme} " in printed
     assert not list(out.parent.glob("*.part"))
 
 
@@ -77,3 +80,35 @@ def test_a_language_model_is_fed_with_tokens(scheme: str) -> None:
     assert x.shape == y.shape == (2, 8)
     assert x.unique().numel() > 8
     step_of(work, 1)()
+
+
+def rows(*found: tuple[str, float, float]) -> list[dict]:
+    """Rows of one setting: scheme, rate and milliseconds."""
+    return [
+        {
+            **Case("timm:vit_base_patch16_224", 128, scheme, rate).as_dict(), "error": None, "ms": ms, "ms_p10": ms,
+            "ms_p90": ms, "max_reserved": 1000 * ms * 2**20, "max_allocated": 1,
+        }
+        for scheme, rate, ms in found
+    ]  # fmt: skip
+
+
+def test_no_dropout_is_compared_with_the_standard_row_beside_it() -> None:
+    found = compared(rows(("none", 0.0, 9.0), ("standard", 0.5, 10.0), ("sliceout", 0.5, 5.0)))
+    assert [(r["of_standard"], r["memory_of_standard"]) for r in found] == [(0.9, 0.9), (1.0, 1.0), (0.5, 0.5)]
+    alone = compared(rows(("none", 0.0, 9.0), ("sliceout", 0.5, 4.5)))
+    assert [(r["of_standard"], r["reference"]) for r in alone] == [(1.0, "none"), (0.5, "none")]
+
+
+def test_the_table_can_be_read_in_80_columns() -> None:
+    data = rows(("none", 0.0, 49.2), ("standard", 0.5, 50.1), ("floor", 0.5, 31.1), ("sliceout", 0.5, 32.5))
+    out = Console(width=80, file=io.StringIO())
+    out.print(table(data, "H200"))
+    lines = [line.rstrip() for line in out.file.getvalue().splitlines()]
+    assert "timm:vit_base_patch16_224 b128, eager bf16" in lines
+    assert "…" not in "".join(lines)
+    assert max(map(len, lines)) <= 80
+    for start in ("none", "standard p=0.5", "floor p=0.5", "sliceout p=0.5"):
+        row = next(line for line in lines if line.startswith(f" {start} "))
+        assert row.endswith("%")  # all its cells in one line
+    assert [line.split()[-1] for line in lines if "MiB" in line] == ["%"] * 4

@@ -173,10 +173,10 @@ def test_a_bug_in_slicing_a_layer_is_not_taken_for_one_of_the_model(monkeypatch)
 def test_the_guessed_input_is_logged(caplog) -> None:
     caplog.set_level(logging.INFO, "sliceout")
     sliceout.convert_(mlp(), 0.5)
-    assert logged(caplog, "traced Sequential with (2, 6) on meta (guessed)").levelno == logging.INFO
+    assert logged(caplog, "traced Sequential with [2, 6] (guessed) on meta").levelno == logging.INFO
     caplog.clear()
     sliceout.convert_(mlp(), 0.5, example_inputs=torch.zeros(3, 6))
-    assert logged(caplog, "traced Sequential with (3, 6) on meta").getMessage().endswith("on meta")
+    assert logged(caplog, "traced Sequential with [3, 6] on meta").getMessage().endswith("on meta")
 
 
 def test_groups_left_out_as_negligible_are_logged(caplog) -> None:

@@ -155,3 +155,22 @@ def test_ranks_may_draw_equal_parts(ranks, float64):
     alone = build("mlp", parts=2)
     sliceout.slices(alone).seek_(jobs.STEPS)
     assert first["parts"] == [list(s.starts_on_host) for s in sliceout.slices(alone)]
+
+
+def test_ranks_that_seed_torch_differently_slice_alike(ranks):
+    """``seed=None`` follows torch: that of rank 0, on every rank. Parts are spread from there."""
+    first, second = ranks(jobs.convert_seeds, {})
+    assert first == second
+    assert first["seeds"] == [20]
+    first, second = ranks(jobs.convert_seeds, {"parts": 2})
+    assert first["seeds"] == second["seeds"] == [20]
+    assert first["starts"] != second["starts"]
+    assert [r["seeds"] for r in ranks(jobs.convert_seeds, {"seed": 5})] == [[5], [5]]
+
+
+def test_ranks_that_converted_before_they_met_agree_when_they_are_wrapped(ranks):
+    first, second = ranks(jobs.wrapped_seeds, {})
+    assert (first["before"], second["before"]) == ([20], [21])
+    assert first["seeds"] == second["seeds"] == [20]
+    assert first["starts"] == second["starts"]
+    assert [r["seeds"] for r in ranks(jobs.wrapped_seeds, {"seed": 5})] == [[5], [5]]

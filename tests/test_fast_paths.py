@@ -481,7 +481,7 @@ def test_layers_that_are_used_many_times_can_be_captured(grads: str) -> None:
 
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
-    sliceout.convert_(layers, 0.5, grads=grads, example_inputs=torch.zeros(2, 16), payoff=False)
+    sliceout.convert_(layers, 0.5, grads=grads, example_inputs=torch.zeros(2, 16))
     model = Around(layers, repeated).to(DEVICE).train()
     x, y = torch.randn(8, 16, device=DEVICE), torch.arange(8, device=DEVICE)
     assert_captured_as_eager(model, x, y)

@@ -51,7 +51,7 @@ def converted(build: Any, attention: str, rate: float = 0.5) -> tuple[nn.Module,
     model = model.double().train()
     x = x.double() if x.is_floating_point() else x
     # without its normalisation, what the sliced network computes is what the kept weights compute
-    sliceout.convert_(model, rate, norm="none", attention=attention, example_inputs=x[:2], payoff=False)
+    sliceout.convert_(model, rate, norm="none", attention=attention, example_inputs=x[:2])
     for _ in range(3):  # starts other than 0
         sliceout.draw_(model)
     return model, x

@@ -51,13 +51,13 @@ def test_no_file_is_longer_than_400_lines(package: str) -> None:
 
 
 def test_the_core_stays_small() -> None:
-    """8,500 lines without parts, growth and samples; these three added two thousand."""
+    """8,500 lines without parts, growth and samples, which added two thousand; refusals 350."""
     found = lines(core())
     rooms: dict[str, int] = {}
     for path, n in found.items():
         room = Path(path).relative_to(LIBRARY.relative_to(ROOT)).parts[0]
         rooms[room] = rooms.get(room, 0) + n
-    assert sum(found.values()) <= 10550, dict(sorted(rooms.items(), key=lambda item: -item[1]))
+    assert sum(found.values()) <= 10900, dict(sorted(rooms.items(), key=lambda item: -item[1]))
 
 
 def test_the_method_can_be_read_in_a_thousand_lines() -> None:

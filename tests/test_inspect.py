@@ -72,3 +72,47 @@ def test_what_is_wrong_is_said_without_a_traceback(arguments: list[str], message
     assert err.startswith("sliceout: ")
     assert message in err
     assert "Traceback" not in err
+
+
+def test_a_factory_may_say_what_its_model_is_called_with(tmp_path, monkeypatch, capsys) -> None:
+    (tmp_path / "two_inputs.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.a, self.b, self.c = (torch.nn.Linear(*n) for n in ((8, 64), (5, 64), (64, 2)))\n"
+        "    def forward(self, x, y): return self.c((self.a(x) + self.b(y)).relu())\n"
+        "def net(): return Net(), (torch.zeros(3, 8), torch.zeros(3, 5))\n"
+        "def bad(): return 1, 2\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = inspect(capsys, "two_inputs:net")
+    assert code == 0
+    assert "input: [3, 8], [3, 5]" in " ".join(out.split())
+    assert "not an nn.Module or (model, inputs)" in inspect(capsys, "two_inputs:bad")[2]
+    assert inspect(capsys, "two_inputs:Net")[0] == 1  # nobody can guess them
+
+
+def test_weights_are_never_fetched(monkeypatch, capsys) -> None:
+    pytest.importorskip("torchvision")
+    import torch
+
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda *a, **k: pytest.fail("weights were fetched"))
+    from sliceout.cli.models import find_model
+
+    for spec in ("torchvision:lraspp_mobilenet_v3_large", "torchvision.models.segmentation:fcn_resnet50"):
+        assert sum(p.numel() for p in find_model(spec).parameters())
+
+
+def test_a_narrow_terminal_gets_narrow_lines(monkeypatch, capsys) -> None:
+    pytest.importorskip("timm")
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = inspect(capsys, "timm:resnet18")
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    assert "input: [2, 3, 224, 224] (guessed)" in " ".join(out.split())
+
+
+def test_the_version_is_printed(capsys) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("sliceout ")

@@ -177,17 +177,21 @@ X = torch.zeros(2, 3, 16, 16)
 @pytest.mark.parametrize("scheme", ["sliceout", "controlled", "standard"])
 def test_convert_leaves_out_what_cannot_pay_and_says_so(on_a_gpu: None, scheme: str, caplog) -> None:
     caplog.set_level("INFO", "sliceout")
-    report = sliceout.convert_(network(), 0.5, scheme=scheme, example_inputs=X)
+    report = sliceout.convert_(network(), 0.5, scheme=scheme, example_inputs=X, payoff=True)
     assert [r.group.size for r in report.rows if r.slice] == [640]
     assert "16 units: a slice of 8 cannot pay on X (measured: 105% of the full layers' time; y)" in str(report)
     assert Skip.NOT_PROFITABLE in {r.reason.code for r in report.skipped}
     assert "left out as not profitable: 0: 16 units" in caplog.text
-    forced = sliceout.convert_(network(), 0.5, scheme=scheme, payoff=False, example_inputs=X)
-    assert [r.group.size for r in forced.rows if r.slice] == [16, 640]
+    unasked = sliceout.convert_(network(), 0.5, scheme=scheme, example_inputs=X)
+    assert [r.group.size for r in unasked.rows if r.slice] == [16, 640]
+    assert {s.align for s in unasked.slices} <= {1, 8}  # as on any other device
 
 
 def test_on_the_cpu_and_on_a_gpu_that_was_not_measured_every_group_is_sliced(monkeypatch) -> None:
-    sizes = lambda: [r.group.size for r in sliceout.convert_(network(), 0.5, example_inputs=X).rows if r.slice]  # noqa: E731
+    def sizes() -> list[int]:
+        report = sliceout.convert_(network(), 0.5, payoff=True, example_inputs=X)
+        return [r.group.size for r in report.rows if r.slice]
+
     monkeypatch.setitem(MEASURED, "cpu", [{**MEASURED["cuda"][1], "machine": "Z"}])
     assert sizes() == [16, 640]
     monkeypatch.setattr(convert, "device_and_dtype", lambda model: (torch.device("cuda"), None))
@@ -197,7 +201,7 @@ def test_on_the_cpu_and_on_a_gpu_that_was_not_measured_every_group_is_sliced(mon
 
 def test_with_measurements_of_the_cpu_alone_nothing_is_left_out_on_a_gpu(on_a_gpu: None, monkeypatch) -> None:
     monkeypatch.setattr(payoff, "_table", lambda: {"cpu": json.loads(payoff.TABLE.read_text())["cpu"]})
-    report = sliceout.convert_(network(), 0.5, example_inputs=X)
+    report = sliceout.convert_(network(), 0.5, example_inputs=X, payoff=True)
     assert [r.group.size for r in report.rows if r.slice] == [16, 640]
 
 
@@ -205,10 +209,10 @@ def test_a_group_that_pays_by_one_of_its_layers_is_sliced(monkeypatch) -> None:
     monkeypatch.setattr(convert, "device_and_dtype", lambda model: (torch.device("cuda"), torch.bfloat16))
     for last in (nn.Conv2d(16, 4, 1), nn.Sequential(nn.Flatten(), nn.Linear(16 * 14 * 14, 4))):
         mixed = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), last)
-        assert sliceout.convert_(mixed, 0.5, example_inputs=X).converted == 1
+        assert sliceout.convert_(mixed, 0.5, example_inputs=X, payoff=True).converted == 1
     between = nn.Sequential(nn.Conv2d(3, 16, 1), nn.Conv2d(16, 16, 3, groups=16), nn.Conv2d(16, 4, 1))
     with pytest.raises(ValueError, match="140%"):
-        sliceout.convert_(between, 0.5, example_inputs=X)
+        sliceout.convert_(between, 0.5, example_inputs=X, payoff=True)
 
 
 @pytest.mark.parametrize(("dtype", "align"), [(torch.bfloat16, 16), (torch.float32, 16), (torch.float64, 8)])
@@ -217,8 +221,8 @@ def test_convert_aligns_as_measured_for_the_dtype(monkeypatch, dtype: torch.dtyp
     monkeypatch.setattr(convert, "device_and_dtype", lambda model: (torch.device("cuda"), placed(model)[1]))
     mlp = lambda: nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 2)).to(dtype)  # noqa: E731
     inputs = torch.zeros(2, 8, dtype=dtype)
-    assert sliceout.convert_(mlp(), 0.5, example_inputs=inputs).slices.members[0].align == align
-    assert sliceout.convert_(mlp(), 0.5, align=2, example_inputs=inputs).slices.members[0].align == 2
+    assert sliceout.convert_(mlp(), 0.5, example_inputs=inputs, payoff=True).slices.members[0].align == align
+    assert sliceout.convert_(mlp(), 0.5, align=2, example_inputs=inputs, payoff=True).slices.members[0].align == 2
 
 
 def test_the_dtype_is_that_of_autocast_or_of_half_precision_weights() -> None:

@@ -124,3 +124,66 @@ def test_groups_that_save_next_to_nothing_are_left_out():
 def test_layer_numbers_become_stars_and_other_numbers_stay() -> None:
     text = "blocks.1.0.conv_pw: rate 0.5 keeps a single one of 2 units in layer1.0"
     assert pattern(text) == "blocks.*.*.conv_pw: rate 0.5 keeps a single one of 2 units in layer1.*"
+
+
+class Block(nn.Module):
+    """The same arithmetic, written in place or not, by modules or by functions, with a layer that does nothing."""
+
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        self.up, self.act, self.idle, self.flat = nn.Conv2d(3, 32, 3), nn.ReLU(inplace), nn.Identity(), nn.Flatten()
+        self.down = nn.Linear(32 * 36, 5)
+        self.inplace = inplace
+
+    def forward(self, x):
+        h = self.up(x)
+        return self.down(self.flat(self.idle(self.act(h))) if self.inplace else h.relu_().flatten(1))
+
+
+def test_memory_that_is_written_once_counts_once() -> None:
+    """In place, viewed or handed on: however it is written, the network is the same."""
+    reports = [sliceout.convert_(Block(how), 0.5, example_inputs=torch.zeros(2, 3, 8, 8)) for how in (True, False)]
+    assert [r.before.activations.total() for r in reports] == [2 * 32 * 36 + 2 * 5] * 2
+    assert reports[0].activation_saving == reports[1].activation_saving > 0.4
+
+
+def test_resnets_of_timm_and_torchvision_save_the_same() -> None:
+    timm, torchvision = pytest.importorskip("timm"), pytest.importorskip("torchvision")
+    made = (timm.create_model("resnet18"), torchvision.models.resnet18())
+    one, other = (sliceout.convert_(net, 0.5) for net in made)
+    assert one.inputs == other.inputs == "[2, 3, 224, 224] (guessed)"
+    assert one.activation_saving == other.activation_saving
+    assert one.flop_saving == other.flop_saving
+
+
+def test_recurrent_layers_are_named_with_their_share() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.up, self.down = nn.GRU(32, 64, batch_first=True), nn.Linear(64, 128), nn.Linear(128, 5)
+
+        def forward(self, x):
+            return self.down(self.up(self.rnn(x)[0]).relu())
+
+    report = sliceout.convert_(Net(), 0.5, example_inputs=torch.zeros(2, 7, 32))
+    whole = 3 * 64 * (32 + 64)
+    share = 100 * whole / (whole + 64 * 128 + 128 * 5)
+    row = next(r for r in report.skipped if r.name == "rnn")
+    assert str(row.reason) == f"GRU (recurrent) has no sliced form: {share:.1f} % of the FLOPs"
+    assert str(row.reason) in str(report)
+
+
+@pytest.mark.parametrize("how", ["grouped_mm", "batched_mm", "eager"])
+def test_fused_experts_are_counted_and_named(how: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=4, vocab_size=96, bos_token_id=1, eos_token_id=1,
+    )  # fmt: skip
+    config._experts_implementation = how
+    report = sliceout.convert_(transformers.MixtralForCausalLM(config), 0.5)
+    tokens, chosen = 2 * 16, 2
+    experts = report.before.flops["model.layers.0.mlp.experts"]
+    assert experts == 2 * tokens * chosen * 3 * 64 * 128 or how == "eager"  # which depends on the routing
+    assert 0.02 < report.flop_saving < 0.08
+    assert any("MixtralExperts (fused experts) has no sliced form" in str(r.reason) for r in report.skipped)

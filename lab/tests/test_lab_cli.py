@@ -190,3 +190,12 @@ def test_the_lab_is_no_part_of_the_library(missing: str) -> None:
     """It names what it needs by importing it at the top."""
     done = python(f"import sys; sys.modules[{missing!r}] = None; import sliceout_lab.cli")
     assert "ModuleNotFoundError" in done.stderr
+
+
+def test_the_first_training_command_of_the_readme_needs_no_data(tmp_path, monkeypatch, capsys) -> None:
+    words = ["train", "fashion-mnist", "--quick", "--rate", "0.5"]
+    assert f"`sliceout-lab {' '.join(words)}`" in (Path(__file__).parents[2] / "README.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cli.main([*words, "--epochs", "1", "--width", "64", "--subset", "500", "--device", "cpu"]) == 0
+    assert "test accuracy" in capsys.readouterr().out

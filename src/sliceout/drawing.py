@@ -7,6 +7,7 @@ after every optimizer step.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -77,6 +78,24 @@ def rank_and_ranks() -> tuple[int, int]:
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
+_asked = itertools.count()
+
+
+def seed_of_torch() -> int:
+    """The seed of torch's default generator, which stays as it is; that of rank 0 where several processes train.
+
+    Ranks often seed torch differently, and must slice alike. They agree by the store of the process group, so that this
+    needs no device.
+    """
+    rank, ranks = rank_and_ranks()
+    if ranks == 1:
+        return torch.initial_seed()
+    store, key = torch.distributed.distributed_c10d._get_default_store(), f"sliceout/seed/{next(_asked)}"
+    if rank == 0:
+        store.set(key, str(torch.initial_seed()))
+    return int(store.get(key))  # waits for rank 0, as long as the group's timeout
+
+
 AHEAD = 64
 """Steps whose starts are computed together: one at a time would cost eager training half a millisecond a step."""
 
@@ -132,14 +151,14 @@ class _Ahead:
 class Slices:
     """The slices of one model: drawn together, with one step count, so that a run can be repeated and resumed."""
 
-    def __init__(self, slices: Iterable[Slice], step: int = 0) -> None:
+    def __init__(self, slices: Iterable[Slice], step: int = 0, follows_torch: bool = False) -> None:
         self.members = list(slices)
         self.drawn = 0  # how often draw_ was called on this object
         self.stamp = 0  # changes whenever starts may have
         self._begin()
         self._tell_apart()
         for s in self.members:
-            s.owner = self
+            s.owner, s.follows_torch = self, s.follows_torch or follows_torch
         self.seek_(step)
 
     def _begin(self) -> None:

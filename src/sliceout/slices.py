@@ -64,6 +64,9 @@ class Slice:
     entered: tuple[tuple[int, int], ...] = ()
     """Of a prefix that has been trained: how many units were in from which step on (``compact.growth``)."""
 
+    follows_torch = False
+    """Whether ``convert_`` took the seed from ``torch.manual_seed``: ranks whose torch is seeded otherwise agree."""
+
     def __init__(
         self,
         size: int,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -15,8 +16,18 @@ INTERRUPTED = 130  # the exit code that shells use for Ctrl-C
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"sliceout {importlib.metadata.version('sliceout')}")
+        raise typer.Exit
+
+
 @app.callback()
-def sliceout() -> None:
+def sliceout(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
     """SliceOut: train on one random contiguous slice of every layer."""
 
 

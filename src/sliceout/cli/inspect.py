@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import Annotated
 
 import typer
@@ -23,12 +24,14 @@ def command(
 ) -> None:
     """Show what convert_ would slice in a model, what it would leave alone and why, and what that should save."""
     from .. import convert_
-    from .models import find_model
+    from .models import find_model_and_inputs
 
     if parts < 1:
         raise UserError(f"--parts {parts}: expected at least 1")
+    net, inputs = find_model_and_inputs(model)
     try:
-        report = convert_(find_model(model), rate, attention=attention, stages=stages, parts=parts)
-    except ValueError as error:
+        report = convert_(net, rate, attention=attention, stages=stages, parts=parts, example_inputs=inputs)
+    except (ValueError, TypeError) as error:
         raise UserError(str(error)) from error
-    print(json.dumps(report.as_dict(), indent=1) if json_ else report)
+    columns = shutil.get_terminal_size((160, 24)).columns  # of a file
+    print(json.dumps(report.as_dict(), indent=1) if json_ else report.text(min(columns, 160)))

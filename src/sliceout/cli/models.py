@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,6 +24,11 @@ _kept: list[Any] = []
 
 def find_model(spec: str, device: str = "meta") -> nn.Module:
     """The model that ``spec`` names, with random or no weights."""
+    return find_model_and_inputs(spec, device)[0]
+
+
+def find_model_and_inputs(spec: str, device: str = "meta") -> tuple[nn.Module, Any]:
+    """:func:`find_model`, and what it is called with if its factory returns ``(model, inputs)``; else ``None``."""
     kind, colon, name = spec.partition(":")
     if not colon or not name:
         raise UserError(
@@ -31,7 +37,7 @@ def find_model(spec: str, device: str = "meta") -> nn.Module:
     build: dict[str, Callable[[str], nn.Module]] = {"timm": _timm, "torchvision": _torchvision, "hf": _transformers}
     try:
         with torch.device(device):
-            return build[kind](name) if kind in build else _factory(kind, name)
+            return (build[kind](name), None) if kind in build else _factory(kind, name)
     except UserError:
         raise
     except Exception as error:
@@ -49,7 +55,7 @@ def _torchvision(name: str) -> nn.Module:
     models = _package("torchvision").models
     if name not in models.list_models():
         raise UserError(f"torchvision has no model {name!r}{_like(name, models.list_models())}")
-    return models.get_model(name, weights=None)
+    return _built(models.get_model_builder(name))
 
 
 def _transformers(name: str) -> nn.Module:
@@ -65,7 +71,7 @@ def _transformers(name: str) -> nn.Module:
     raise UserError(f"transformers' {name} is not a model that AutoModel can build")
 
 
-def _factory(module: str, name: str) -> nn.Module:
+def _factory(module: str, name: str) -> tuple[nn.Module, Any]:
     sys.path.insert(0, str(Path.cwd()))  # as python -m does: the user's own file is found
     try:
         found = importlib.import_module(module)
@@ -76,10 +82,22 @@ def _factory(module: str, name: str) -> nn.Module:
     factory = getattr(found, name, None)
     if factory is None:
         raise UserError(f"{module} has no {name!r}{_like(name, vars(found))}")
-    model = factory() if not isinstance(factory, nn.Module) else factory
+    made = _built(factory)
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
-        raise UserError(f"{module}:{name} returned a {type(model).__name__}, not an nn.Module")
-    return model
+        raise UserError(f"{module}:{name} returned a {type(made).__name__}, not an nn.Module or (model, inputs)")
+    return model, inputs
+
+
+def _built(factory: Any) -> Any:
+    """What a factory makes, without weights: torchvision's detection networks would fetch those of their backbones."""
+    if isinstance(factory, nn.Module):
+        return factory
+    try:
+        known = inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        known = {}  # type: ignore[assignment]
+    return factory(**dict.fromkeys(known.keys() & {"weights", "weights_backbone"}))
 
 
 def _package(name: str) -> Any:

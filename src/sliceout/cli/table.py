@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rich import box
+from rich.console import Group, RenderableType
 from rich.table import Table
 
 from .cases import case_of
@@ -27,7 +29,7 @@ def compared(rows: list[Row]) -> list[Row]:
     for row in rows:
         case = case_of(row)
         same = [r for r in rows if case_of(r).setting == case.setting and r["error"] is None]
-        standard = _find(same, "standard", case.rate) or _find(same, "none", None)
+        standard = _find(same, "standard", None if case.scheme == "none" else case.rate) or _find(same, "none", None)
         floor = _find(same, "floor", case.rate) if case.scheme != "none" else None
         out.append(
             {
@@ -60,7 +62,7 @@ def cells(row: Row) -> list[str]:
     where = [f"{case.model} b{case.batch}{stages}", f"{case.mode} {case.precision}", case.label]
     if row["error"]:
         return where
-    star = "*" if row["reference"] == "none" and case.scheme != "none" else ""
+    star = "*" if row["reference"] == "none" else ""
     memory = held(row)
     return [
         *where,
@@ -87,23 +89,27 @@ def table(
     headings: Sequence[str] = HEADINGS,
     compare: Callable[[list[Row]], list[Row]] = compared,
     texts: Callable[[Row], list[str]] = cells,
-) -> Table:
-    out = Table(title=title, title_justify="left", caption_justify="left")
+) -> RenderableType:
+    """A small table for each setting, under its name: what is the same for all its rows takes no columns."""
+    found: dict[Any, list[Row]] = {}
+    for row in compare(in_order(rows)):
+        found.setdefault(case_of(row).setting, []).append(row)
+    out: list[RenderableType] = [title]
+    for same in found.values():
+        out += ["", ", ".join(texts(same[0])[:2]), _of_setting(same, headings[2:], texts)]
+        out += [f"{texts(r)[2]} failed: {r['error']}" for r in same if r["error"]]
+    if any(r["reference"] == "none" and not r["error"] for same in found.values() for r in same):
+        out.append(CAPTION)
+    return Group(*out)
+
+
+def _of_setting(rows: list[Row], headings: Sequence[str], texts: Callable[[Row], list[str]]) -> Table:
+    out = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for i, heading in enumerate(headings):
-        out.add_column(heading, justify="left" if i < 3 else "right", no_wrap=i in (0, 2))
-    before: Any = None
-    found = compare(in_order(rows))
-    for row in found:
-        setting = case_of(row).setting
-        if before not in (None, setting):
-            out.add_section()
-        before = setting
-        if row["error"]:
-            out.add_row(*texts(row)[:3], "-", row["error"][:40], *[""] * (len(headings) - 5), style="red")
-        else:
-            out.add_row(*texts(row), style="bold" if row["scheme"] == "sliceout" else "")
-    if any(r["reference"] == "none" and r["scheme"] != "none" for r in found):
-        out.caption = CAPTION
+        out.add_column(heading, justify="right" if i else "left", no_wrap=not i)
+    for row in rows:
+        if not row["error"]:
+            out.add_row(*texts(row)[2:], style="bold" if row["scheme"] == "sliceout" else "")
     return out
 
 

@@ -106,7 +106,7 @@ class Work:
         if case.scheme == "none" or (case.scheme == "standard" and self.own_dropout):
             return
         settings: dict[str, Any] = {"align": case.align, "stages": case.stages, "sampling": case.sampling}
-        settings |= {"grads": case.grads, "payoff": False}  # whether it pays is what is to be measured
+        settings |= {"grads": case.grads}
         settings |= {"parts": case.parts} if case.scheme == "sliceout" else {}
         scheme = "sliceout" if case.scheme == "floor" else case.scheme
         x, _ = self.batch(2, torch.device("cpu"))

@@ -5,6 +5,8 @@ taken out of its list (its own ``parameters_to_ignore``, for whatever root it is
 end of each backward pass, all of them in one flat all-reduce. Everything else stays with DDP. ``no_sync``, unused
 parameters and gradients that happen to be dense (after ``off_``) mean what they mean to DDP.
 
+Whatever the gradients, slices whose seed was taken from torch follow that of rank 0 from then on.
+
 Where it cannot be done, all parameters are left to DDP, which averages dense gradients: right as well, only larger.
 That is so if the ranks draw different slices, or in a torch whose DDP is built in another way than we know.
 """
@@ -26,6 +28,7 @@ from . import gradient_leaves
 from .gradient import SlicedGrad
 
 
+@functools.cache  # once
 def observe() -> None:
     """Look after all models that DDP wraps from now on."""
     if dist.is_available():
@@ -37,6 +40,7 @@ def _on_registration(parent: nn.Module, name: str, module: nn.Module | None) -> 
     if torch.compiler.is_compiling():
         return
     if isinstance(parent, DistributedDataParallel) and name == "module" and module is not None:
+        _agree_on_seeds(module, parent.process_group)
         gradient_leaves.exclude(module, _take_over(parent, module))
 
 
@@ -64,6 +68,19 @@ def _take_over(ddp: Any, module: nn.Module) -> set[Tensor]:
     ddp._module_parameters = [p for p in ddp._module_parameters if p not in names]
     ddp._slice_reduction = Reduction(ddp, list(names), ddp._module_parameters)
     return set(names)
+
+
+def _agree_on_seeds(module: nn.Module, group: Any) -> None:
+    """Seeds that were taken from torch become those of rank 0, as the parameters do."""
+    found = dict.fromkeys(s for m in module.modules() for s in getattr(m, "slices", ()) if s.follows_torch)
+    if not found:
+        return
+    seeds = [s.seed for s in found]
+    dist.broadcast_object_list(seeds, group=group, group_src=0, device=next(module.parameters()).device)
+    for s, seed in zip(found, seeds, strict=True):
+        s.seed = seed
+    for owner in dict.fromkeys(s.owner for s in found):
+        owner.seek_(owner.step)
 
 
 def _drawn_alike(module: nn.Module, group: Any) -> bool:

@@ -26,12 +26,14 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from .. import drawing
 from ..ops import tables
 from ..ops.placement import memory_format
 from ..ops.prefetch import has_triton
 from . import growth
 from .gradient import Region, SlicedGrad, Work
 
+_looked_at: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _set_aside: weakref.WeakKeyDictionary[Optimizer, list[tuple[Tensor, Tensor]]] = weakref.WeakKeyDictionary()
 
 
@@ -71,6 +73,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 @torch.no_grad()
 def _step_over_slices(optimizer: Optimizer) -> None:
     stepped: list[tuple[Tensor, Tensor]] = []
+    _refuse_sharded(optimizer)
     growing = growth.look(optimizer)
     for group in optimizer.param_groups:
         update = _update_of(optimizer, group)
@@ -97,6 +100,21 @@ def _step_over_slices(optimizer: Optimizer) -> None:
         p.grad = None  # torch's own step passes over it
     if stepped:
         _set_aside[optimizer] = stepped
+
+
+def _refuse_sharded(optimizer: Optimizer) -> None:
+    """Compact slices of parameters that FSDP2 has sharded: it adds up dense gradients, which would update all units."""
+    if optimizer in _looked_at:
+        return
+    _looked_at.add(optimizer)
+    sharded = {id(p) for group in optimizer.param_groups for p in group["params"] if hasattr(p, "full_tensor")}
+    for layer in drawing.layers if sharded else ():
+        if any(id(p) in sharded and taken.compact for p, taken in layer.taken()):  # type: ignore[operator]
+            raise RuntimeError(
+                f"grads='compact': a parameter of {type(layer).__name__} is sharded by FSDP2, whose gradients are "
+                "dense, so that units outside the slice would be updated too. Convert with grads='dense', or use "
+                "DistributedDataParallel"
+            )
 
 
 def _update_of(optimizer: Optimizer, group: dict[str, Any]) -> Callable[[Optimizer, dict[str, Any], Work], None] | None:

@@ -9,16 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..drawing import Slices
+from ..drawing import Slices, seed_of_torch
 from ..nn.base import Sliced
 from ..nn.factory import give_slices_
+from ..nn.refusals import unwatch_, watch_unseen_
 from ..schemes import SCHEMES
 from ..schemes.samples import forget_batch_
 from ..slices import Axis, Slice, width_of
 from ..takes import ConcatAxis
+from . import dropouts
 from .dry_run import DryRun, all_plain_
-from .groups import Group, find_groups, skip_conflicts
-from .options import Filter, Rate, check_model, check_options, matches, rate_of
+from .groups import Group, find_groups, skip_conflicts, whole_layers
+from .options import Filter, Rate, check_model, check_options, check_patterns, checked_rate, matches, rate_of
 from .other_schemes import drop_, patch_blocks_, readers_by_group
 from .parts import require_one_part
 from .profitability import default_align, device_and_dtype, not_profitable
@@ -51,8 +53,8 @@ def convert_(
     stages: int | None = None,
     paper_exclusions: bool = False,
     example_inputs: Any = None,
-    payoff: bool = True,
-    seed: int = 0,
+    payoff: bool = False,
+    seed: int | None = None,
 ) -> Report:
     """Slice every layer of ``model`` that can be sliced, in place, and report what was done.
 
@@ -91,10 +93,12 @@ def convert_(
         paper_exclusions: leave out the first residual block and the last one of each stage, as the paper does.
         example_inputs: what the model is called with: a tensor, a tuple, or a dict of keyword arguments. Guessed if
             left out. The dry run computes nothing and leaves statistics and caches alone.
-        payoff: leave groups alone whose slices were measured not to save time on the kind of GPU that the model is on
-            (see :mod:`sliceout.conversion.profitability`): what was never measured is sliced. A model on the CPU loses
-            no group: most are converted there and trained elsewhere. Baselines leave out the same groups.
-        seed: of the draws.
+        payoff: if true, leave groups alone whose slices were measured not to save time on the kind of GPU that the
+            model is on (:mod:`sliceout.conversion.profitability`), and align as was fastest there: which network is
+            trained then depends on the device. A model on the CPU loses no group. Baselines leave out the same groups.
+        seed: of the draws. ``None`` follows ``torch.manual_seed``, so that two seeds of a study do not share their
+            slices; the ranks of distributed training take that of rank 0, so all of them have to convert. Checkpoints
+            keep it.
 
     Raises:
         ValueError: if nothing can be sliced, with what was looked for.
@@ -109,18 +113,24 @@ def convert_(
     """
     check_model(model)
     check_options(locals(), _DEFAULTS)
+    rate = checked_rate(rate)
     run, place = DryRun(model, example_inputs), SCHEMES[scheme].place
+    follows_torch, seed = seed is None, seed_of_torch() if seed is None else seed
     if place == "branches":
-        return slice_samples_(run, scheme, rate, decay, filter, {"seed": seed})
+        return slice_samples_(run, scheme, rate, decay, filter, seed, follows_torch)
     if place == "blocks":
-        return patch_blocks_(run, rate, filter, {"norm": norm, "align": align or 1, "seed": seed})
+        settings = {"norm": norm, "align": align or 1, "seed": seed}
+        return patch_blocks_(run, rate, filter, settings, follows_torch)
     groups = find_groups(run.shadow(), run.trace)
     convolutions.inverted_bottlenecks(model, groups, stages)
     convolutions.residual_blocks(groups, paper_exclusions)
     heads.arrange(model, groups, run.trace, attention)
-
     modules = dict(model.named_modules())
-    device, dtype = device_and_dtype(model)
+    groups += whole_layers(modules, run.trace)
+    check_patterns(rate, (m.module for g in groups for m in g.members))
+    dropouts.note(modules, groups, run.trace)
+
+    device, dtype = device_and_dtype(model) if payoff else (torch.device("cpu"), None)
     aligns = {g: default_align(g.size, device, dtype) if align is None else align for g in groups}
     rates: dict[Group, float] = {}
     for group in groups:
@@ -147,7 +157,7 @@ def convert_(
         return _slice_groups(target, {g: make(g, scheme if place == "layers" else "sliceout") for g in chosen})
 
     plan, tried = run.working_groups(groups, apply)
-    if isinstance(rate, (int, float)) and _skip_negligible(plan, run.trace.cost, tried.cost):
+    if isinstance(rate, float) and _skip_negligible(plan, run.trace.cost, tried.cost):
         plan, tried = run.working_groups(groups, apply)
 
     if place == "layers":
@@ -157,9 +167,14 @@ def convert_(
         made = {g: make(g, scheme) for g in readers}
         run.finish(lambda model: drop_(model, readers, made))
     if not made:
-        raise ValueError(_nothing_to_slice(model, groups))
+        looked = f". With rate=None {dropouts.looked_at(modules, groups, run.trace)}" if rate is None else ""
+        raise ValueError(_nothing_to_slice(model, groups) + looked)
     rows = [Row(g, made.get(g)) for g in groups]
-    return Report(type(model).__name__, rows, run.trace.cost, tried.cost, Slices(made.values()), scheme)
+    dropouts.warn(rows)
+    if place == "layers":
+        watch_unseen_(model, run.trace.calls)
+    slices = Slices(made.values(), follows_torch=follows_torch)
+    return Report(type(model).__name__, rows, run.trace.cost, tried.cost, slices, scheme, run.inputs)
 
 
 _DEFAULTS = {name: p.default for name, p in inspect.signature(convert_).parameters.items()}
@@ -170,6 +185,7 @@ def revert_(model: nn.Module) -> nn.Module:
     if not any(isinstance(m, Sliced) for m in model.modules()):
         raise ValueError(f"{type(model).__name__} has no sliced layer: nothing to revert")
     forget_batch_(model)
+    unwatch_(model)
     return all_plain_(model)
 
 
@@ -186,8 +202,10 @@ def _rate_or_reason(
         return FROZEN
     value = rate_of(rate, group.name, (m.module for m in group.members), (modules[d].p for d in group.dropouts))
     if value is None:
-        why = "no nn.Dropout lies inside it, and no rate was given" if rate is None else "no rate was given for it"
-        return Skip.NO_RATE(why)
+        told = group.drops and group.kind != "attention"
+        code = f"; F.dropout in {group.drops[0] or 'the model'} does not tell its rate" if told else ""
+        why = f"no nn.Dropout lies inside it, and no rate was given{code}"
+        return Skip.NO_RATE(why if rate is None else "no rate was given for it")
     try:
         width, _ = width_of(group.size, value, align)
     except ValueError as error:
@@ -247,6 +265,6 @@ def _slice_groups(model: nn.Module, made: dict[Group, Slice]) -> dict[Group, Sli
         for role, parts in roles.items():
             ordered = tuple(parts[offset] for offset in sorted(parts))
             axes[role] = ordered[0] if len(ordered) == 1 else ConcatAxis(ordered)
-        give_slices_(modules[name], axes, dims.get(name, 1))
+        give_slices_(modules[name], axes, dims.get(name, 1))._path = name  # type: ignore[assignment]
     heads.adapt(model, made)
     return made

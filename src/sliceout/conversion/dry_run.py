@@ -54,8 +54,9 @@ class DryRun:
                 found = self.run()
                 if isinstance(found, Trace):
                     self.trace = found
-                    guessed = " (guessed)" if example_inputs is None else ""
-                    log.info("traced %s with %s%s", type(model).__name__, tried, guessed)
+                    shapes = [str(list(t.shape)) for t in tree_leaves(call) if isinstance(t, Tensor)]
+                    self.inputs = ", ".join(shapes) + (" (guessed)" if example_inputs is None else "")
+                    log.info("traced %s with %s on %s", type(model).__name__, self.inputs, device)
                     return
                 errors.append(f"{tried}: {found.message}")
         raise ValueError(
@@ -247,7 +248,11 @@ def _sequences(module: nn.Module) -> list[Any]:
     return [sequence, (sequence,) * 3]
 
 
-_SIDES = (32, 224, 64, 128, 256, 299, 384)
+def _sides(stem: Any) -> list[int]:
+    """A stem that leaves out pixels was made for large images."""
+    return sorted((32, 224, 64, 128, 256, 299, 384), key=lambda n: n != 224 if max(stem.stride) > 1 else 0)
+
+
 _FIRST_LAYERS: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
     (nn.Linear, lambda m: [torch.zeros(2, m.in_features), torch.zeros(2, 16, m.in_features)]),
     (nn.Embedding, lambda m: [torch.zeros(2, 16, dtype=torch.int64)]),
@@ -255,8 +260,8 @@ _FIRST_LAYERS: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
     (nn.BatchNorm2d, lambda m: [torch.zeros(2, m.num_features, 32, 32)]),
     (nn.LayerNorm, lambda m: [torch.zeros(2, 16, *m.normalized_shape)]),
     ((nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention), _sequences),
-    (nn.Conv1d, lambda m: (torch.zeros(2, m.in_channels, n) for n in _SIDES)),
-    (nn.Conv2d, lambda m: (torch.zeros(2, m.in_channels, n, n) for n in _SIDES)),
+    (nn.Conv1d, lambda m: (torch.zeros(2, m.in_channels, n) for n in _sides(m))),
+    (nn.Conv2d, lambda m: (torch.zeros(2, m.in_channels, n, n) for n in _sides(m))),
     (nn.Conv3d, lambda m: (torch.zeros(2, m.in_channels, n, n, n) for n in (32, 64))),
 )
 """What they may be given, likeliest first."""

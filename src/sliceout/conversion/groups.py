@@ -54,6 +54,8 @@ class Group:
     """The other part of a fused projection: both are sliced or neither."""
     units: Dim = field(default_factory=list)
     """What the trace calls them."""
+    drops: list[str] = field(default_factory=list)
+    """Modules whose own code drops from these units (``F.dropout``), or from the attention over them: that goes on."""
     one_part: Reason | None = None
     """Why the whole batch shares one slice though parts were asked for."""
 
@@ -173,6 +175,21 @@ def _split_fused(modules: dict[str, nn.Module], group: Group, atom: Atom, trace:
     values = replace(group, members=[replace(wide, blocks=heads, offset=2 * length), narrow], contracted=[], batched=[])
     queries.partner, values.partner = values, queries
     return queries, values
+
+
+def whole_layers(modules: dict[str, nn.Module], trace: Trace) -> list[Group]:
+    """Layers that no group can hold, each with its share of the FLOPs: recurrent ones, and experts in one parameter."""
+    found, flops = [], trace.cost.flops
+    for name, module in modules.items():
+        kind = "recurrent"
+        if not isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+            fused = (p.dim() == 3 and p.shape[0] > 1 for p in module.parameters(recurse=False))
+            kind = "fused experts" if flops[name] and not isinstance(module, CONVS) and any(fused) else ""
+        if kind and name in trace.calls:
+            share = f"{100 * flops[name] / max(flops.total(), 1):.1f} % of the FLOPs"
+            why = f"{type(module).__name__} ({kind}) has no sliced form: {share}"
+            found.append(Group(name, 0, [], reason=Skip.NO_SLICED_FORM(why)))
+    return found
 
 
 def skip_partners(groups: list[Group]) -> None:

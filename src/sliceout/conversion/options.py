@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 
 from ..nn.base import Sliced
 from ..schemes import SCHEMES
-from ..slices import Slice, check_choice, width_of
+from ..slices import Slice, as_float, check_choice
 
 Rate = float | Mapping[str, float] | Callable[[str], float | None] | None
 Filter = str | Iterable[str] | Callable[[nn.Module, str], bool] | None
@@ -46,7 +47,7 @@ def check_model(model: nn.Module) -> None:
 
 def check_options(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Refuse unknown values, and options that have no effect with this scheme; their default values do no harm."""
-    scheme, rate = given["scheme"], given["rate"]
+    scheme = given["scheme"]
     if scheme not in SCHEMES:
         raise ValueError(f"scheme={scheme!r}: expected one of {', '.join(map(repr, SCHEMES))}")
     check_choice("attention", given["attention"], ATTENTION)
@@ -56,10 +57,8 @@ def check_options(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None
             raise ValueError(f"decay={given['decay']!r} goes with a number as rate, the highest one, not with {rate!r}")
     if given["stages"] is not None and given["stages"] < 1:
         raise ValueError(f"stages={given['stages']}: expected at least 1, or None for all")
-    # knows the names
-    Slice(8, 0.5, **{name: given[name] for name in ("sampling", "norm", "fold", "grads", "seed", "parts", "ranks")})
-    for value in [rate] if isinstance(rate, (int, float)) else rate.values() if isinstance(rate, Mapping) else []:
-        width_of(1 << 20, value, None)
+    settings = {name: given[name] for name in ("sampling", "norm", "fold", "grads", "seed", "parts", "ranks")}
+    Slice(8, 0.5, **settings | ({"seed": 0} if given["seed"] is None else {}))  # knows the names
     if scheme == "sliceout" and given["ranks"] != defaults["ranks"] and given["parts"] == 1:
         raise ValueError(f"ranks={given['ranks']!r} has no effect with parts=1: all ranks slice alike")
     for name in SCHEMES[scheme].no_effect:
@@ -69,12 +68,43 @@ def check_options(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None
             )
 
 
+def checked_rate(rate: Any) -> Rate:
+    """The rate that was asked for, with plain floats for numbers of any kind."""
+    if rate is None or callable(rate):
+        return rate
+    if isinstance(rate, Mapping):
+        return {pattern: _fraction(f"rate[{pattern!r}]", value) for pattern, value in rate.items()}
+    return _fraction("rate", rate)
+
+
+def _fraction(name: str, value: Any) -> float:
+    number = as_float(name, value)
+    if not 0 <= number < 1:
+        raise ValueError(f"{name}={number}: expected 0 <= rate < 1")
+    return number
+
+
+def check_patterns(rate: Rate, layers: Iterable[str]) -> None:
+    """Refuse names in a dict of rates that match none of these layers: those of the groups that were found."""
+    known = list(dict.fromkeys(layers))
+    if not isinstance(rate, Mapping) or not known:
+        return
+    for pattern in rate:
+        if not fnmatch.filter(known, pattern):
+            near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.4) or known[:3]
+            raise ValueError(
+                f"rate[{pattern!r}] matches no layer that reads or writes units which could be sliced. "
+                f"Such layers are {', '.join(near)}: correct the name, or leave it out (patterns are fnmatch's)"
+            )
+
+
 def rate_of(rate: Rate, name: str, layers: Iterable[str], dropouts: Iterable[float]) -> float | None:
     """The rate of the group ``name`` with these layers and rates of dropout; ``None`` if it has none."""
     if rate is None:
         return max(dropouts, default=None) or None
     if callable(rate):
-        return rate(name)
+        value = rate(name)
+        return None if value is None else _fraction(f"rate({name!r})", value)
     if isinstance(rate, Mapping):
         names = set(layers)
         return next((r for pattern, r in rate.items() if fnmatch.filter(names, pattern)), None)

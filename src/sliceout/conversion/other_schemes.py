@@ -21,7 +21,7 @@ from ..schemes.patch import Form, Side, patch_
 from ..slices import Slice
 from .dry_run import DryRun, Failure
 from .groups import CONVS, Group, Member
-from .options import Filter, Rate, matches, rate_of
+from .options import Filter, Rate, check_patterns, matches, rate_of
 from .reasons import FILTERED, FROZEN, Skip
 from .report import Report, Row
 from .trace import Trace, meta_copy, size
@@ -80,7 +80,9 @@ def _positions(trace: Trace, name: str) -> int:
 # -- windows through residual blocks -----------------------------------------------------------------------------------
 
 
-def patch_blocks_(run: DryRun, rate: Rate, filter: Filter, settings: dict[str, Any]) -> Report:
+def patch_blocks_(
+    run: DryRun, rate: Rate, filter: Filter, settings: dict[str, Any], follows_torch: bool = False
+) -> Report:
     """Patch every residual block of the model of ``run``; see :func:`sliceout.convert_`."""
     kind = type(run.model).__name__
     found = {name: block for name, block in run.model.named_modules() if next(_forms(block), None) is not None}
@@ -89,6 +91,8 @@ def patch_blocks_(run: DryRun, rate: Rate, filter: Filter, settings: dict[str, A
             f"no residual block in {kind}: looked for modules with conv1, conv2 (conv3), their norms "
             "(bn1 or norm1...) and a shortcut, such as those of Wide ResNet and ResNet"
         )
+
+    check_patterns(rate, (n for block in found for n in (block, *_layers_of(found[block], block))))
 
     def window(sizes: Any, share: Any) -> tuple[Side, Side]:
         return SCHEMES["patch"].make(*sizes, rate=float(share), **settings)  # type: ignore[no-any-return]
@@ -100,8 +104,7 @@ def patch_blocks_(run: DryRun, rate: Rate, filter: Filter, settings: dict[str, A
         code = _same_code(block)
         if code not in forms:
             forms[code] = recognise(block)
-        prefix = f"{name}." if name else ""
-        conv1, layers = prefix + "conv1", [prefix + n for n, _ in block.named_modules() if n]
+        conv1, layers = f"{name}.conv1".removeprefix("."), _layers_of(block, name)
         dropouts = (m.p for m in block.modules() if isinstance(m, nn.modules.dropout._DropoutNd))
         how = forms[code], _map_sizes(run.trace, name, conv1), rate_of(rate, name, (name, *layers), dropouts)
         group = Group(name, how[1][1][0] if how[1] else 0, [Member(conv1, "in", 1, 1)], kind="patch")
@@ -129,8 +132,12 @@ def patch_blocks_(run: DryRun, rate: Rate, filter: Filter, settings: dict[str, A
         raise ValueError(f"no residual block of {kind} can be patched: {reasons}")
     made = run.finish(apply)
     rows = [Row(g, made[g][0] if g in made else None) for g in groups]
-    sides = Slices([s for pair in made.values() for s in pair])
-    return Report(kind, rows, run.trace.cost, tried.cost, sides, scheme="patch")
+    sides = Slices([s for pair in made.values() for s in pair], follows_torch=follows_torch)
+    return Report(kind, rows, run.trace.cost, tried.cost, sides, "patch", run.inputs)
+
+
+def _layers_of(block: nn.Module, name: str) -> list[str]:
+    return [f"{name}.{n}".removeprefix(".") for n, _ in block.named_modules() if n]
 
 
 def _map_sizes(trace: Trace, block: str, conv1: str) -> tuple[Any, Any] | None:

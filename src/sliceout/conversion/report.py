@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +34,9 @@ def _shares(touched: dict[Group, set[str]], before: Counter[str], after: Counter
     return {g: sum(saved[name] for name in names) / max(before.total(), 1) for g, names in touched.items()}
 
 
+_WIDE = 160  # columns of a wide terminal, and of files
+
+
 @dataclass
 class Row:
     """One group in the report."""
@@ -53,6 +58,16 @@ class Row:
         """Why the whole batch shares its slice though ``parts`` were asked for."""
         return self.group.one_part if self.slice is not None else None
 
+    @property
+    def dropout(self) -> str:
+        """Which dropout goes on inside the group while it is sliced, and the way out; empty if there is none."""
+        where = ", ".join(name or "the model" for name in self.group.drops)
+        if self.slice is None or not where:
+            return ""
+        if self.group.kind == "attention":
+            return f"attention's dropout in {where}: set its p to 0, or let both act"
+        return f"F.dropout in {where}: set its p to 0, or make it an nn.Dropout, which rests"
+
 
 @dataclass
 class Report:
@@ -64,6 +79,7 @@ class Report:
         before, after: forward cost of the full and of the sliced network on the example inputs.
         slices: the slices, drawn together.
         scheme: ``"sliceout"``, or the baseline that was asked for.
+        inputs: the shapes that the dry run was given, and whether they were guessed: they may change what is sliced.
     """
 
     model: str
@@ -72,6 +88,7 @@ class Report:
     after: Cost
     slices: Slices = field(repr=False)
     scheme: str = "sliceout"
+    inputs: str = ""
 
     @property
     def converted(self) -> int:
@@ -101,6 +118,7 @@ class Report:
         return {
             "model": self.model,
             "scheme": self.scheme,
+            "inputs": self.inputs,
             "flops": {"full": self.before.flops.total(), "sliced": self.after.flops.total()},
             "activations": {"full": self.before.activations.total(), "sliced": self.after.activations.total()},
             "groups": [
@@ -114,12 +132,14 @@ class Report:
                     "reason": r.reason and str(r.reason),
                     "code": r.reason and r.reason.code.value,
                     "one_part": r.one_part and str(r.one_part),
+                    "dropout": r.dropout,
                 }
                 for r in self.rows
             ],
         }
 
-    def __str__(self) -> str:
+    def text(self, columns: int = _WIDE) -> str:
+        """The report for a terminal of this width."""
         sliced = [r for r in self.rows if r.slice is not None]
         lines = [_title(self, sliced)]
         table: list[tuple[str, ...]] = [("group (first layer)", "kind", "read by", "kept", "FLOPs", "activations")]
@@ -129,17 +149,25 @@ class Report:
             assert s is not None
             flops, activations = (sum(saved[r.group][i] for r in rows) for i in range(2))
             table.append((name, g.kind, _readers(g), s.share, _percent(flops), _percent(activations)))
-        lines += _shortened(_columns(table), 16, "groups")
+        lines += _shortened(_columns(table, columns), 16, "groups")
         flops, activations = self.flop_saving, self.activation_saving
-        lines.append(f"whole model: FLOPs {_percent(flops)}, activations {_percent(activations)} per training step")
+        whole = f"whole model: FLOPs {_percent(flops)}, activations {_percent(activations)} per training step"
+        lines.append(f"{whole}; input: {self.inputs}")
         skipped = [r for r in self.skipped if r.reason is None or r.reason.code is not Skip.CONFLICT]
         lines += _by_reason("one slice for the whole batch:", [(r, r.one_part) for r in sliced if r.one_part])
+        lines += _by_reason("dropout that goes on:", [(r, r.dropout) for r in sliced if r.dropout])
         lines += _by_reason("left alone:", [(r, r.reason) for r in skipped])
-        return "\n".join(line if len(line) <= _SCREEN else line[: _SCREEN - 3] + "..." for line in lines)
+        return "\n".join(part for line in lines for each in line.split("\n") for part in _fitted(each, columns))
+
+    def __str__(self) -> str:
+        return self.text()
 
 
-_SCREEN = 160
-"""Columns of a wide terminal."""
+def _fitted(line: str, columns: int) -> list[str]:
+    """A line that is too long: cut on a wide terminal, in several lines on a narrow one."""
+    if columns >= _WIDE or len(line) <= columns:
+        return [line if len(line) <= columns else line[: columns - 3] + "..."]
+    return textwrap.wrap(line, max(columns, 30), subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _shortened(lines: list[str], most: int, what: str) -> list[str]:
@@ -148,7 +176,7 @@ def _shortened(lines: list[str], most: int, what: str) -> list[str]:
     return [*lines[: most - 1], f"  ... and {len(lines) - most + 1} more {what}: see .rows"]
 
 
-def _by_reason(title: str, rows: list[tuple[Row, Reason | None]]) -> list[str]:
+def _by_reason(title: str, rows: Sequence[tuple[Row, Reason | str | None]]) -> list[str]:
     """The rows that have the same reason in one line, under a title."""
     found: dict[str, list[Row]] = {}
     for row, reason in rows:
@@ -210,6 +238,10 @@ def _merged(rows: list[Row]) -> list[tuple[str, list[Row]]]:
     return out
 
 
-def _columns(table: list[tuple[str, ...]]) -> list[str]:
+def _columns(table: list[tuple[str, ...]], columns: int) -> list[str]:
+    """The rows with their cells below each other; where that is too wide, names stand above their numbers."""
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    return ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
+    rows = [[cell.ljust(w) for cell, w in zip(row, widths, strict=True)] for row in table]
+    if sum(widths) + 2 * len(widths) <= columns:
+        return ["  " + "  ".join(row).rstrip() for row in rows]
+    return [f"  {row[0].rstrip()}\n      {'  '.join(row[1:]).rstrip()}" for row in rows]

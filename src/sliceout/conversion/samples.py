@@ -18,7 +18,7 @@ from ..schemes import SCHEMES
 from ..schemes.samples import InBranch, NotesBatch, Path, Samples, plain_path
 from .dry_run import Call, DryRun, Failure
 from .groups import Group, Member
-from .options import Filter, Rate, matches, rate_of
+from .options import Filter, Rate, check_patterns, matches, rate_of
 from .reasons import FILTERED, FROZEN, Reason, Skip
 from .report import Report, Row, pattern
 from .residual import Branch, find_branches
@@ -44,7 +44,7 @@ class _Role:
 
 
 def slice_samples_(
-    run: DryRun, scheme: str, rate: Rate, decay: str | None, filter: Filter, settings: dict[str, Any]
+    run: DryRun, scheme: str, rate: Rate, decay: str | None, filter: Filter, seed: int, follows_torch: bool
 ) -> Report:
     """Let fewer samples through the residual branches of the model of ``run``; see :func:`sliceout.convert_`."""
     kind, modules = type(run.model).__name__, dict(run.model.named_modules())
@@ -57,6 +57,7 @@ def slice_samples_(
             f"{found.module or 'the model'}. Pass example_inputs= whose tensors have the samples in dimension 0"
         )
     groups = _groups(found, dropping)
+    check_patterns(rate, (name for g in groups for name in (g.name, *(m.module for m in g.members))))
     shares = _shares(groups, rate, decay, filter, modules, dropping)
     plan = {g: b for g, b in groups.items() if g.reason is None}
 
@@ -68,7 +69,7 @@ def slice_samples_(
     if not plan:
         raise ValueError(_nothing(kind, groups))
     make = SCHEMES[scheme].make
-    made = run.finish(lambda model: _apply(model, plan, lambda g: make(rate=shares[g], **settings)))
+    made = run.finish(lambda model: _apply(model, plan, lambda g: make(rate=shares[g], seed=seed)))
     run.model.register_forward_pre_hook(NotesBatch(list(made.values())), with_kwargs=True)
     before, after = found.cost, Cost(found.cost.flops.copy(), found.cost.activations.copy())
     for group, s in made.items():
@@ -76,7 +77,8 @@ def slice_samples_(
             for m in group.members:
                 count[m.module] = round(count[m.module] * s.computed)
     rows = [Row(g, made.get(g)) for g in groups]
-    return Report(kind, rows, before, after, Slices(made.values()), scheme)
+    slices = Slices(made.values(), follows_torch=follows_torch)
+    return Report(kind, rows, before, after, slices, scheme, run.inputs)
 
 
 # -- the dry run -------------------------------------------------------------------------------------------------------

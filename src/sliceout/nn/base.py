@@ -16,6 +16,7 @@ from ..compact import gradient_leaves
 from ..ops import GradientLeaf
 from ..slices import Axis, Slice
 from ..takes import ConcatAxis, Take, parts_of
+from . import refusals
 
 
 class _Signature:
@@ -50,7 +51,10 @@ class Sliced:
     sizes: tuple[str, ...] = ()
     """The attributes that say how many units there are, role by role; none where any slice will do."""
 
-    _kept_for_slices: tuple[str, ...] = ("axes",)
+    _path = ""
+    """The name of the layer in the model that was converted, for errors."""
+
+    _kept_for_slices: tuple[str, ...] = ("axes", "_path")
     """Attributes of a layer that its plain class knows nothing of."""
 
     _made_anew: tuple[str, ...] = ("_gradient_leaves",)
@@ -165,6 +169,16 @@ class Sliced:
         plain = super().extra_repr()  # type: ignore[misc]
         return f"{plain}, {axes}" if plain else axes
 
+    # -- tools of torch that read or replace layers: they would fail in other words, or pass over sliced ones ----------
+
+    def __prepare_scriptable__(self) -> Any:
+        raise refusals.refused_by(self, "torch.jit.script")
+
+    def _refuse_quantisation(self, value: Any) -> None:
+        raise refusals.refused_by(self, "torch.ao.quantization")
+
+    qconfig = property(None, _refuse_quantisation)  # which quantisation sets before all else
+
     def _found(self, name: str) -> Any:
         """``getattr`` for a parameter or buffer, which a module finds slowly: last, and by Python."""
         if not torch.compiler.is_compiling():
@@ -177,8 +191,14 @@ class Sliced:
 
     def _arrived(self, role: str, width: int) -> Axis | None:
         """The axis if the input comes in sliced, ``None`` if it comes in full."""
+        if type(width) is not int and isinstance(width, torch.fx.Proxy):
+            raise refusals.refused_by(self, "torch.fx")
         axis = self.axes.get(role)
-        return axis if axis is not None and width == axis.width and width != axis.size else None
+        if axis is None or width == axis.size:
+            return None
+        if width != axis.width:
+            raise refusals.wrong_width(self, width, axis.size, axis.width)
+        return axis
 
     @staticmethod
     def _parts(x: Tensor, *axes: Axis | None) -> int:
@@ -225,6 +245,8 @@ def watch(layer: Any) -> None:
     """Draw the slices of this layer after every optimizer step that updates it."""
     drawing.register(layer)
     stepping.observe_optimizers()
+    refusals.observe()
+    compact.data_parallel.observe()
     if any(s.grads == "compact" for s in layer.slices):
         compact.observe()
     if any(map(compact.growth.grows, layer.slices)):

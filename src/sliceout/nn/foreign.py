@@ -119,9 +119,9 @@ class ForeignUnits(Sliced):
     """Dimension of the input along which the units lie."""
 
     def _small_for(self, x: Tensor) -> dict[str, Any] | None:
-        axis = self._arrived("unit", x.shape[self._unit_dim])
-        if axis is None:
-            return None
+        axis = self.axes["unit"]
+        if x.shape[self._unit_dim] != axis.width or axis.width == axis.size:
+            return None  # full, or of a shape that only its own forward knows
         shown: dict[str, Any] = {}
         for name, taken in self.takes().items():
             shown[name] = take(self._found(name), taken, leaf=self._gradient_leaves.get(name))

@@ -24,7 +24,8 @@ class Mixing(Sliced):
 
     def _live(self, x: Tensor) -> tuple[Axis | None, Axis | None]:
         """The slices of the output and of the input that are live in this call."""
-        return self._started(), self._arrived("in", x.shape[-1])
+        into = self._arrived("in", x.shape[-1])
+        return self._started(), into
 
     def _small_for(self, x: Tensor) -> dict[str, Any] | None:
         """What a forward reads instead of the full parameters, by attribute; ``None`` if nothing is sliced."""

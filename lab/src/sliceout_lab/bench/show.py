@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from rich.console import RenderableType
 from rich.table import Table
 
 from sliceout.cli import table as comparing
@@ -23,7 +24,7 @@ HEADINGS = (
 )  # fmt: skip
 
 
-def table(rows: list[dict[str, Any]], title: str) -> Table:
+def table(rows: list[dict[str, Any]], title: str) -> RenderableType:
     return comparing.table(rows, title, HEADINGS, compared, cells)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,6 +27,7 @@ def command(
     parts: Annotated[int | None, typer.Option(help="Equal parts of the batch, each with slices of its own.")] = None,
     attention: Annotated[str | None, typer.Option(help="dims, values, heads or off.")] = None,
     seed: Annotated[int, typer.Option(help="Of the weights, the batches and the slices.")] = 0,
+    quick: Annotated[bool, typer.Option(help="The small form, as of reproduce: what comes with the package.")] = False,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data; schedules shrink with them.")] = None,
     width: Annotated[int | None, typer.Option(help="Another width of the same network.")] = None,
     subset: Annotated[int | None, typer.Option(help="Only so many training samples.")] = None,
@@ -63,9 +64,13 @@ def command(
             raise UserError(f"{option} {value} is a setting of sliced schemes: leave it out with --scheme {scheme}")
     if not 0 <= seed < 2**32:
         raise UserError(f"--seed {seed}: expected 0 <= seed < 2**32")
+    scale: dict[str, Any] = {"epochs": epochs, "width": width, "subset": subset, "batch": batch}
+    if quick:
+        declared, small, scaled = experiments.quickened(declared)
+        scale |= {name: value for name, value in small.items() if scale[name] is None} | {"scaled": scaled}
     job = experiments.job(
         declared, chosen, seed=seed, mode=mode, precision=precision, device=where,
-        world=int(os.environ.get("WORLD_SIZE", "1")), epochs=epochs, width=width, subset=subset, batch=batch,
+        world=int(os.environ.get("WORLD_SIZE", "1")), **scale,
     )  # fmt: skip
     out = Path("runs", declared.name) if out is None else out
     make_folder(out)

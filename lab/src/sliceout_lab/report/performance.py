@@ -72,7 +72,7 @@ def _file(folder: Path, name: str, data: dict[str, Any]) -> dict[str, Any]:
         "notes": show.scaling_notes(cases),
         "picture": (folder / "results" / "bench" / name.replace(".json", ".png")).is_file(),
         "table": steps_table(cases),
-        "starred": any(r["reference"] == "none" and r["scheme"] != "none" for r in compared(cases)),
+        "starred": any(r["reference"] == "none" for r in compared(cases)),
         "match": grid(show.MATCH_HEADINGS, matched, left=2) if matched else "",
     }
 

@@ -139,7 +139,7 @@ def _convert(model: nn.Module, config: dict[str, Any], feed: Any, seed: int) -> 
         return
     x = feed.inputs_like()[0][:2].cpu().contiguous()
     settings: dict[str, Any] = {"scheme": scheme, "example_inputs": x, "align": config["align"]}
-    ours = {"seed": seed, "payoff": False}  # an experiment is the same one on every machine
+    ours = {"seed": seed}
     settings |= {k: v for k, v in ours.items() if k not in SCHEMES[scheme].no_effect}
     settings |= {k: config[k] for k in ("sampling", "norm", "stages", "attention") if config[k] is not None}
     if "parts" in config:

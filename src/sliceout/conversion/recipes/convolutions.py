@@ -22,6 +22,12 @@ def inverted_bottlenecks(model: nn.Module, groups: list[Group], stages: int | No
     modules: dict[str, Any] = dict(model.named_modules())
     free = [g for g in groups if g.kind in ("conv", "mbconv") and g.reason is None and not g.reads_input]
     if not any(g.kind == "mbconv" for g in free):
+        if stages is not None:
+            raise ValueError(
+                f"stages={stages}: it counts stages of inverted bottlenecks (expansion, depthwise convolution, "
+                f"projection), and no such block of {type(model).__name__} can be sliced. Leave stages out, or choose "
+                "layers with filter="
+            )
         return
     expanded = [g for g in free if g.kind == "mbconv" or _expands(g, modules)]
     for group in expanded:

@@ -56,6 +56,8 @@ class Trace:
     """Dimension 0 of the inputs: the samples, unless attention runs along it."""
     mixes: list[tuple[list[Dim], list[Dim]]] = field(default_factory=list)
     """The dimensions of an activation, and those of them along which its entries were mixed or chosen by position."""
+    drops: list[tuple[str, list[Dim]]] = field(default_factory=list)
+    """Where dropout was computed, be it by a layer or by ``F.dropout``, and the dimensions of what it dropped from."""
     attends: list[Dim] = field(default_factory=list)
     """Dimensions along which attention runs."""
     flow: Flow | None = None
@@ -78,6 +80,7 @@ class Tracer(TorchDispatchMode):
         self.parameters: set[int] = set()  # ids of parameters and of what was computed from them alone
         self.weights_behind: dict[int, int] = {}  # the weights (as bits) that a tensor was computed with
         self._dims: dict[int, list[Dim]] = {}
+        self.written: dict[int, Tensor] = {}  # by memory, for the count of activations
         self._alive: list[Tensor] = []  # ids stay unique only while the tensors live
         for path, module in model.named_modules(remove_duplicate=False):
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -143,8 +146,14 @@ class Tracer(TorchDispatchMode):
         """A module has finished a call."""
         read, written = (self.dims(t) if isinstance(t, Tensor) else [] for t in (inputs[0] if inputs else None, output))
         self.trace.calls.setdefault(name, []).append((read, written))
-        if not any(True for _ in module.children()):
-            self.trace.cost.activations[name] += sum(t.numel() for t in _tensors_in(output))
+        if any(True for _ in module.children()):
+            return
+        for t in _tensors_in(
+            output
+        ):  # memory counts once: what came in, was changed in place or viewed is there already
+            memory = t.untyped_storage()._cdata
+            self.trace.cost.activations[name] += 0 if memory in self.written else t.numel()
+            self.written[memory] = t  # alive, so that no other memory gets this number
 
     # -- dispatch ------------------------------------------------------------------------------------------------------
 
@@ -195,6 +204,8 @@ class Tracer(TorchDispatchMode):
             op = flow.ran(functional, self.here, reads, [(t, self.dims(t)) for t in outputs])
             op.mixes = [dim for _, over in self.trace.mixes[mixed:] for dim in over]
             flow.fixed.update(op.writes if inputs and all(v in flow.fixed for v in reads) else [])
+        if functional in ("bernoulli", "native_dropout") or _bind(func, args, kwargs).get("dropout_p"):
+            self.trace.drops.append((self.here, self.dims(outputs[0])))
         behind = 0
         for x in inputs:
             behind |= self.weights_behind.get(id(x), 0)
@@ -210,6 +221,8 @@ _UNIFORM = ("empty", "zeros", "ones", "full", "rand", "randn", "randint", "scala
 def _flops(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> int:
     from torch.utils.flop_counter import flop_registry, sdpa_flop_count  # imports triton
 
+    if func._schema.name == "aten::_grouped_mm":  # experts, each with rows of its own: not in torch's list
+        return 2 * int(out.numel()) * int(args[0].shape[-1])
     formula = flop_registry.get(func._overloadpacket)
     if formula is not None:
         return int(formula(*args, **kwargs, out_val=out))
@@ -291,6 +304,7 @@ def trace(
         for t in tree_leaves((args, kwargs)):
             if isinstance(t, Tensor):
                 dims = tracer.make_dims(t, Skip.INPUT("an input of the model"))
+                tracer.written[t.untyped_storage()._cdata] = t
                 batch = tracer.trace.batch = tracer.trace.batch or (dims[0] if dims else [])
                 if dims and size(dims[0]) == size(batch) and size(batch) not in t.shape[1:]:  # as many samples
                     identify(batch, dims[0])
