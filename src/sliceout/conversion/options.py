@@ -53,8 +53,10 @@ def check_options(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None
     check_choice("attention", given["attention"], ATTENTION)
     if given["decay"] is not None:
         check_choice("decay", given["decay"], DECAYS)
-        if SCHEMES[scheme].place == "branches" and not isinstance(rate, (int, float)):
-            raise ValueError(f"decay={given['decay']!r} goes with a number as rate, the highest one, not with {rate!r}")
+        if SCHEMES[scheme].place == "branches" and not isinstance(given["rate"], (int, float)):
+            raise ValueError(
+                f"decay={given['decay']!r} goes with a number as rate, the highest one, not with {given['rate']!r}"
+            )
     if given["stages"] is not None and given["stages"] < 1:
         raise ValueError(f"stages={given['stages']}: expected at least 1, or None for all")
     settings = {name: given[name] for name in ("sampling", "norm", "fold", "grads", "seed", "parts", "ranks")}

@@ -80,10 +80,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _PartsProduct(torch.autograd.Function):
-    """``x @ weight.mT`` for each part. The gradient of the weight lies in memory as the weight does.
+    """``x @ weight.mT`` for each part. The gradient of the weight lies as the weight does, for ``put`` to read by rows.
 
-    That of ``bmm`` would lie transposed, and ``put``, which adds up the parts, would read it across its rows.
-    """
+    That of ``bmm`` would lie transposed."""
 
     generate_vmap_rule = True
 
