@@ -707,10 +707,11 @@ def test_models_of_transformers_equal_drop_path(kind, padded, monkeypatch, float
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "branches"), [
-    ("vit_tiny_patch16_224", 24), ("convnext_atto", 12), ("swin_tiny_patch4_window7_224", 24), ("mixer_s32_224", 16),
+@pytest.mark.parametrize(("name", "side", "branches"), [
+    ("vit_tiny_patch16_224", 64, 24), ("convnext_atto", None, 12), ("swin_tiny_patch4_window7_224", 112, 24),
+    ("mixer_s32_224", 64, 16),
 ])  # fmt: skip
-def test_models_of_timm_equal_drop_path(name, branches, monkeypatch, float64):
+def test_models_of_timm_equal_drop_path(name, side, branches, monkeypatch, float64):
     timm = pytest.importorskip("timm")
-    model = timm.create_model(name, num_classes=5)
-    assert same_as_drop_path(model, {"x": torch.randn(5, 3, 224, 224)}, monkeypatch) == branches
+    model = timm.create_model(name, num_classes=5, **({"img_size": side} if side else {}))
+    assert same_as_drop_path(model, {"x": torch.randn(4, 3, side or 64, side or 64)}, monkeypatch) == branches
