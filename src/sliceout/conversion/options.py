@@ -24,7 +24,7 @@ _WAY_OUT = {
     "ranks": "ranks are spread with scheme='sliceout' and parts= alone",
     "grads": "compact gradients go with scheme='sliceout'",
     "seed": "its masks come from torch's random state, call torch.manual_seed",
-    "decay": "rates fall over depth with scheme='samples' or 'droppath' alone",
+    "decay": "rates rise over depth with scheme='samples' or 'droppath' alone",
     "attention": "attention is about units, choose blocks with filter=",
     "stages": "stages is about units, choose blocks with filter=",
     "paper_exclusions": "paper_exclusions is about units, choose blocks with filter=",
@@ -95,7 +95,7 @@ def check_patterns(rate: Rate, layers: Iterable[str]) -> None:
         if not fnmatch.filter(known, pattern):
             near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.4) or known[:3]
             raise ValueError(
-                f"rate[{pattern!r}] matches no layer that reads or writes units which could be sliced. "
+                f"rate[{pattern!r}] matches no layer of what could be sliced with this scheme. "
                 f"Such layers are {', '.join(near)}: correct the name, or leave it out (patterns are fnmatch's)"
             )
 

@@ -85,8 +85,9 @@ def find_branches(trace: Trace, drop_paths: Iterable[str]) -> list[Branch]:
             _judge(branch, flow, batch)
             found.append(branch)
     _agree(found, flow)
+    dropping = set(drop_paths)
     for branch in found:
-        branch.drop_paths = [c.module for c in flow.calls if c.module in set(drop_paths) and _hands_on(c, branch)]
+        branch.drop_paths = [c.module for c in flow.calls if c.module in dropping and _has(c.outputs, branch.values)]
     _name(found, flow)
     return found
 
@@ -96,10 +97,6 @@ def _within(flow: Flow, inner: Branch, outer: Branch) -> bool:
     return any(
         flow.descends(v, outer.stream) and any(v == t or flow.descends(t, v) for t in outer.added) for v in inner.added
     )
-
-
-def _hands_on(call: Call, branch: Branch) -> bool:
-    return any(v in branch.values for _, v in call.outputs)
 
 
 # -- sums of activations -----------------------------------------------------------------------------------------------

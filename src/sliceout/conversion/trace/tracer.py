@@ -189,8 +189,9 @@ class Tracer(TorchDispatchMode):
         twin = getattr(getattr(torch.ops.aten, functional, None), func._overloadname, func)
         pointwise = torch.Tag.pointwise in (*func.tags, *twin.tags)
         rule = _RULES.get(name) or _RULES.get(functional) or (_RULES["pointwise"] if inputs and pointwise else None)
+        bound = _bind(func, args, kwargs)
         if rule is not None:
-            dims = rule(self, _bind(func, args, kwargs), inputs, outputs) if outputs else None
+            dims = rule(self, bound, inputs, outputs) if outputs else None
             for y in outputs:
                 if dims is not None and y.shape == outputs[0].shape:
                     self.set_dims(y, list(dims))
@@ -204,7 +205,7 @@ class Tracer(TorchDispatchMode):
             op = flow.ran(functional, self.here, reads, [(t, self.dims(t)) for t in outputs])
             op.mixes = [dim for _, over in self.trace.mixes[mixed:] for dim in over]
             flow.fixed.update(op.writes if inputs and all(v in flow.fixed for v in reads) else [])
-        if functional in ("bernoulli", "native_dropout") or _bind(func, args, kwargs).get("dropout_p"):
+        if functional in ("bernoulli", "native_dropout") or bound.get("dropout_p"):
             self.trace.drops.append((self.here, self.dims(outputs[0])))
         behind = 0
         for x in inputs:
